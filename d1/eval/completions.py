@@ -372,7 +372,8 @@ class Journal:
 
 
 def join_processes() -> tuple[int, int]:
-    """(rank, number of processes), as torchrun or accelerate started them."""
+    """(rank, number of processes), as torchrun or accelerate started them. If a trainer of the same script has joined
+    them, waiting ends after the time of its group."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world > 1:
         store, rank = launcher_store()

@@ -315,7 +315,7 @@ def start_alone(python: str, program: str, most: int, limits: Limits) -> str:
         except subprocess.TimeoutExpired:
             return f"{text}\nTimeoutError: more than {limits.seconds:g} seconds".strip()
         if status == 128 + signal.SIGKILL:
-            return f"{text}\nTimeoutError: more than {limits.cpu_seconds} seconds of processor time".strip()
+            return f"{text}\nTimeoutError: killed, after {limits.cpu_seconds} s of processor time or for memory".strip()
         if status != 0:
             return f"{text}\nSystemExit: it ended with status {status}".strip()
         return text

@@ -54,7 +54,7 @@ CONCURRENT = WORKERS  # calls of `score` that evaluation may make at a time
 
 _FENCE = re.compile(r"```([\w+#.-]*)[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)  # its mark and its text
 _PYTHON = ("python", "python3", "py")
-_FUTURE = re.compile(r"^from __future__ import .*\n?", re.MULTILINE)
+_FUTURE = re.compile(r"^from __future__ import (?:\([^)]*\)|.*)\n?", re.MULTILINE)
 
 
 def load_rows(split: str, data_file: str | None = None, limits: Limits = DEFAULT) -> Dataset:
@@ -484,9 +484,11 @@ def extract(text: str) -> str | None:
 
 
 def indented(answer: str, text: str) -> str:
-    """The answer with the blanks that its first line has in the text: it may be the body of a function."""
+    """The answer with the blanks that its first line has in the text, two at least or a tab: it may be the body of a
+    function."""
     before, found, _ = text.rpartition("<answer>")[2].partition(answer)
-    return before.rpartition("\n")[2] + answer if found else answer
+    blanks = before.rpartition("\n")[2]
+    return blanks + answer if found and blanks not in ("", " ") else answer
 
 
 def demonstrate(row: dict[str, Any]) -> str:

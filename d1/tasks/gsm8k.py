@@ -28,11 +28,11 @@ _THOUSANDS = re.compile(r"(?<=[0-9])(?:,|\{,\}|\\[,;: ]|\\!,|,\\!)(?=[0-9]{3}(?!
 _SPACED_THOUSANDS = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:(?:[ ~][0-9]{3})+|(?:'[0-9]{3})+)(?![0-9])")
 _LAKHS = re.compile(r"(?<![0-9.,])[0-9]{1,2}(?:,[0-9]{2})+,[0-9]{3}(?![0-9])")
 _NO_THOUSANDS = re.compile(r"(?<![0-9A-Za-z.,])0[0-9,]|[0-9]{4},")  # a leading zero, four digits before a comma
-# A dash that is no minus: behind a word ("Total - 18"), or before an item of a list ("- 18 eggs")
+# A dash that is no minus: behind a word ("Total - 18", but not "is - 18"), or before an item of a list, on a line
+# after the first ("- 18 eggs")
 _PUNCTUATION = re.compile(
-    r"(?<=[A-Za-z.:;,)])\s+[–—―]\s+|(?<=[A-Za-z]{2})(?<!\bis)\s+-\s+|"
-    r"^[ \t]*[-–—―]\s+(?=\\?[$€£¥]?\s*[0-9][0-9.,]*\s+[A-Za-z]{2})",
-    re.MULTILINE,
+    r"(?<=[A-Za-z.:;,)])\s+[–—―]\s+|(?<=[A-Za-z]{2})(?<!\bis)(?<!\bare)(?<!\bwas)(?<!\bof)(?<!\bequals)\s+-\s+|"
+    r"(?<=\n)[ \t]*[-–—―]\s+(?=\\?[$€£¥]?\s*[0-9][0-9.,]*\s+[A-Za-z]{2})"
 )
 _FRAC = re.compile(r"\\[dtc]?frac\s*(?:\{\s*(-?[0-9.]+)\s*\}|([0-9]))\s*(?:\{\s*([0-9.]+)\s*\}|([0-9]))")
 _DECIMAL = r"(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)"

@@ -210,7 +210,11 @@ _NO_UNIT = re.compile(
 )
 _DEGREES = re.compile(r"\^\s*\{?\s*\\circ\s*\}?|\\degree(?![A-Za-z])|°")
 _IN_DEGREES = re.compile(rf"([0-9]+(?:\.[0-9]+)?)\s*(?:{_DEGREES.pattern})")
-_ANGLE_OF = re.compile(rf"\\?(?:sin|cos|tan|cot|sec|csc)(?![a-z])[^A-Za-z]*?{_IN_DEGREES.pattern}")
+# An expression of sines and numbers alone, without inverse functions
+_SINE = r"\\?(?:sin|cos|tan|cot|sec|csc)(?!\s*\^\s*\{?\s*-)"
+_OF_SINES = re.compile(
+    rf"(?=.*{_SINE})(?:{_SINE}|\\(?:[dt]?frac|cdot|times|left|right|sqrt|pi|[,;! ])|{_DEGREES.pattern}|[^A-Za-z\\=,])*"
+)
 _PERCENT = re.compile(rf"\s*(?:\\?%|(?:{_TEXT}\{{)?\s*per\s?cent(?:age)?\s*\}}?)\s*$", re.IGNORECASE)
 _SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _SCALE = re.compile(rf"(-?[0-9][0-9.,]*)\s*(?:{_TEXT}\{{)?\s*({'|'.join(_SCALES)})\s*\}}?(?![A-Za-z])", re.IGNORECASE)
@@ -238,7 +242,7 @@ def _without_unit(text: str) -> tuple[str, str | None]:
     if currency:
         unit = _UNITS.get(currency[0].strip().lower(), "dollar")
         text = _CURRENCY.sub("", text).strip()
-    if _ANGLE_OF.search(text):  # \sin 30^\circ: degrees belong to the expression
+    if _OF_SINES.fullmatch(text.strip()):  # its degrees are no unit
         return _IN_DEGREES.sub(r"\\frac{\1\\pi}{180}", text), unit
     degrees = _DEGREES.search(text)
     if degrees:

@@ -68,8 +68,8 @@ def parameters(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def typed(text: str, kind: Any) -> Any:
-    """An argument that was written as text: a JSON value where the parameter is no text. A parameter that may be text
-    or something else gets the text, unless it is a JSON value of one of its other types."""
+    """An argument that was written as text: a JSON value where the parameter is no text. A parameter that may also be
+    text gets the text, unless it is a JSON value of one of its other types."""
     if kind is str:
         return text
     try:
@@ -78,10 +78,16 @@ def typed(text: str, kind: Any) -> Any:
         if takes_text(kind, text):
             return text
         raise ValueError(f"{text!r:.80} is not a JSON value") from None
-    if takes_text(kind, text) and type(value) not in get_args(kind):
+    if takes_text(kind, text) and type(value) not in other_types(kind):
         return text
     check_depth(value)
     return value
+
+
+def other_types(kind: Any) -> set[Any]:
+    """The types of JSON values, without text, that a parameter of this type may have."""
+    types = {get_origin(part) or part for part in get_args(kind)} - {str}
+    return types | {int} if float in types else types
 
 
 def takes_text(kind: Any, text: str) -> bool:

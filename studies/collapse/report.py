@@ -130,7 +130,9 @@ def effect_table(lines: Lines) -> str:
     adjusted = holm([float(stats.ttest_1samp(table.mean(1), 0).pvalue) for table in found.values()])
     rows = []
     for (name, table), p in zip(found.items(), adjusted, strict=True):
-        rows.append([name, points(mean_of(table)), f"{p:.2g}" if p >= 1e-4 else f"{p:.6f}"])
+        rows.append(
+            [name, points(mean_of(table)), np.format_float_positional(p, precision=2, fractional=False, trim="-")]
+        )
     return markdown_table(["effect", "points [95%]", "p after Holm"], rows)
 
 

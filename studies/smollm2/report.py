@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from scipy import stats
 
 from d1.eval.uncertainty import wilson_interval
 from d1.show.tables import markdown_table
-from pocket.uncertainty import Mean, mean_of
+from pocket.uncertainty import mean_of
 from studies.json_lines import read_lines
 from studies.reports import Interval, holm, percent, points
 from studies.smollm2.run import DATA, jobs
@@ -59,21 +60,32 @@ def conversion_table(lines: Lines) -> str:
     return markdown_table([*head, "seconds of SFT", "peak, GB", "card"], rows)
 
 
-def runs_of_stages(lines: Lines) -> dict[str, list[Mapping[str, Any]]]:
-    """Stage -> its runs that are done, by seed. Seed 0 of RL is the run of the search with the rate that was chosen."""
+def lines_of_arm(lines: Lines) -> Lines:
+    """The lines without those of another conversion than the best one."""
     arm = best_arm(lines)
-    chosen = []
-    if all(f"rate-{rate:g}" in lines for rate in RATES):
-        chosen = [f"rate-{best_rate(lines):g}"]
+    return {name: line for name, line in lines.items() if line.get("arm", arm) in (arm, TWIN)}
+
+
+def names_of_rl(lines: Lines) -> list[str]:
+    """The jobs of RL after SFT, by seed. Seed 0 is the run of the search with the rate that was chosen."""
+    searched = all(f"rate-{rate:g}" in lines for rate in RATES)
+    first = f"rate-{best_rate(lines):g}" if searched else "the search is not done"
+    return [first, *(f"rl-{seed}" for seed in SEEDS[1:])]
+
+
+def runs_of_stages(lines: Lines) -> dict[str, list[Mapping[str, Any]]]:
+    """Stage -> its runs that are done, by seed."""
+    arm = best_arm(lines)
+    lines = lines_of_arm(lines)
 
     def done(*names: str) -> list[Mapping[str, Any]]:
-        return [lines[name] for name in names if name in lines and lines[name].get("arm", arm) in (arm, TWIN)]
+        return [lines[name] for name in names if name in lines]
 
     return {
         "as released, autoregressive": done("ar-base"),
         f"converted (`{arm}`)": done("base"),
         "+ SFT": done(f"sft-{arm}-0"),
-        "+ SFT + RL": done(*chosen, *(f"rl-{seed}" for seed in SEEDS[1:])),
+        "+ SFT + RL": done(*names_of_rl(lines)),
         "+ SFT + more SFT": done(*(f"more-{seed}" for seed in SEEDS)),
         "+ SFT + rejection sampling": done(*(f"own-{seed}" for seed in SEEDS)),
         "+ SFT + RL, shuffled rewards": done("shuffled"),
@@ -107,47 +119,48 @@ def stages_table(lines: Lines) -> str:
 
 def contrasts_table(lines: Lines) -> str:
     """The protocol's three contrasts on test problems, paired by problem, over the seeds with both runs."""
-    stages = runs_of_stages(lines)
-    first, rl, more = stages["+ SFT"], stages["+ SFT + RL"], stages["+ SFT + more SFT"]
-    seeds = [*zip(first, stages["autoregressive + SFT"], strict=False)]
-    if "sft-best-1" in lines and "sft-ar-1" in lines:
-        seeds.append((lines["sft-best-1"], lines["sft-ar-1"]))
+    arm = best_arm(lines)
+    lines = lines_of_arm(lines)
+    sft, twins, rl = f"sft-{arm}-0", [f"sft-{TWIN}-{seed}" for seed in SEEDS[:2]], names_of_rl(lines)
     contrasts = {
-        "1. best arm minus the twin, both after SFT": (2, seeds),
-        "2. SFT + RL minus SFT": (3, [(line, first[0]) for line in rl]),
-        "2. SFT + RL minus more SFT": (3, [*zip(rl, more, strict=False)]),
+        "1. best arm minus the twin, both after SFT": [*zip((sft, "sft-best-1"), twins, strict=True)],
+        "2. SFT + RL minus SFT": [(name, sft) for name in rl],
+        "2. SFT + RL minus more SFT": [*zip(rl, (f"more-{seed}" for seed in SEEDS), strict=True)],
     }
     rows = []
-    for name, (planned, pairs) in contrasts.items():
+    for name, pairs in contrasts.items():
+        done = [(lines[a], lines[b]) for a, b in pairs if {a, b} <= {*lines}]
         difference = ""
-        if pairs:
-            a, b = (right_of(runs, "test") for runs in zip(*pairs, strict=True))
+        if done:
+            a, b = (right_of(runs, "test") for runs in zip(*done, strict=True))
             difference = points(mean_of(a - b))
-        rows.append([name, f"{len(pairs)} of {planned}", difference])
+        rows.append([name, f"{len(done)} of {len(pairs)}", difference])
     return markdown_table(["contrast", "seeds", "difference on test problems, points [95%]"], rows)
 
 
 def masks_table(lines: Lines) -> str:
     """Section 3: updates per rollout, with a fresh prompt mask each or one for all."""
-    chosen = f"rate-{best_rate(lines):g}" if all(f"rate-{rate:g}" in lines for rate in RATES) else ""
+    lines = lines_of_arm(lines)
     arms = {
         "mu 12, fresh masks": [f"mu12-{seed}" for seed in SEEDS],
         "mu 12, one mask": [f"mu12-one-mask-{seed}" for seed in SEEDS],
-        "mu 4, fresh masks": [chosen, *(f"rl-{seed}" for seed in SEEDS[1:])],
+        "mu 4, fresh masks": names_of_rl(lines),
         "mu 1": [f"mu1-{seed}" for seed in SEEDS],
         "mu 4, fresh masks, compute of mu 12": [f"mu4-compute-{seed}" for seed in SEEDS],
         "mu 1, compute of mu 12": [f"mu1-compute-{seed}" for seed in SEEDS],
     }
     reference = arms["mu 12, fresh masks"]
-    gaps: dict[str, Mean] = {}
+    gaps: dict[str, np.ndarray] = {}
     for arm, names in arms.items():
         pairs = [(other, name) for other, name in zip(reference, names, strict=True) if {other, name} <= {*lines}]
         if pairs and names != reference:
             of_reference, of_arm = ([lines[name] for name in of] for of in zip(*pairs, strict=True))
-            gaps[arm] = mean_of(right_of(of_reference, "test") - right_of(of_arm, "test"))
+            gaps[arm] = right_of(of_reference, "test") - right_of(of_arm, "test")
+    # The registered test: paired t over the seeds, if all are there
     adjusted: dict[str, float] = {}
-    if len(gaps) == len(arms) - 1:
-        adjusted = dict(zip(gaps, holm([1.0 if gap.p is None else gap.p for gap in gaps.values()]), strict=True))
+    if len(gaps) == len(arms) - 1 and all(len(gap) == len(SEEDS) for gap in gaps.values()):
+        p_values = [float(stats.ttest_1samp(gap.mean(1), 0).pvalue) for gap in gaps.values()]
+        adjusted = dict(zip(gaps, holm(p_values), strict=True))
 
     rows = []
     for arm, names in arms.items():
@@ -162,7 +175,7 @@ def masks_table(lines: Lines) -> str:
                 arm,
                 str(len(runs)),
                 share(runs, "test"),
-                points(gaps[arm]) if arm in gaps else "",
+                points(mean_of(gaps[arm])) if arm in gaps else "",
                 f"{adjusted[arm]:.2g}" if arm in adjusted else "",
                 f"{last:.2f}",
                 f"{highest:.2f}",

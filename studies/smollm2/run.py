@@ -62,9 +62,9 @@ class Job:
     Attributes:
         name: the line's name.
         do: computes the line.
-        reads: jobs whose files it reads, and so also their lines.
-        after: jobs whose lines must be there first, or that have failed.
-        minutes: expected time on an H200 with two others beside it; with less left, the job is not started.
+        reads: jobs whose files it reads; if one fails, this one is left out.
+        after: jobs that must be done first, or have failed.
+        minutes: expected time on an H200 with others beside it; with less left, the job is not started.
     """
 
     name: str
@@ -112,14 +112,14 @@ def jobs(arm: str) -> list[Job]:
     # Section 3 of the protocol. mu 4 at equal rollouts is RL of section 2.
     for seed in SEEDS:
         mu12, one_mask, mu1 = f"mu12-{seed}", f"mu12-one-mask-{seed}", f"mu1-{seed}"
-        every.append(Job(mu12, partial(train_rl, name=mu12, seed=seed, mu=12), after_sft, rates, 13.0))
+        every.append(Job(mu12, partial(train_rl, name=mu12, seed=seed, mu=12), after_sft, rates, 8.0))
         with_one_mask = partial(train_rl, name=one_mask, seed=seed, mu=12, fresh_masks=False)
-        every.append(Job(one_mask, with_one_mask, after_sft, rates, 13.0))
-        every.append(Job(mu1, partial(train_rl, name=mu1, seed=seed, mu=1), after_sft, rates, 4.0))
-        for mu in (4, 1):
+        every.append(Job(one_mask, with_one_mask, after_sft, rates, 8.0))
+        every.append(Job(mu1, partial(train_rl, name=mu1, seed=seed, mu=1), after_sft, rates, 6.5))
+        for mu, minutes in ((4, 13.5), (1, 21.0)):
             name = f"mu{mu}-compute-{seed}"
             at_equal_compute = partial(train_rl, name=name, seed=seed, mu=mu, compute_of=mu12)
-            every.append(Job(name, at_equal_compute, after_sft, (*rates, mu12), 13.0))
+            every.append(Job(name, at_equal_compute, after_sft, (*rates, mu12), minutes))
     return every
 
 
@@ -234,6 +234,10 @@ def main(args: argparse.Namespace) -> None:
     study = Study(args.model, folder, data, args.tiny)
     if args.job is not None:
         not_done = {job.name for job in jobs_to_do(study)}
+        if args.job not in not_done:
+            again = f"; to try it again, remove {study.path('failed')}/{args.job}"
+            why = f"failed{again}" if args.job in study.failed() else "is done, or reads files of a job that failed"
+            raise ValueError(f"--job {args.job}: it {why}")
         (job,) = (job for job in jobs(best_arm(study.lines())) if job.name == args.job)
         absent = [name for name in (*job.reads, *job.after) if name in not_done]
         if absent:

@@ -446,11 +446,14 @@ def train_rl(
     flags += ["--num_generations", GROUP, "--max_prompt_length", study.longest - 64, "--max_completion_length", LENGTH]
     flags += ["--per_device_train_batch_size", 16 if study.tiny else GROUP * PROMPTS, "--block_length", ARMS[arm].block]
     flags += ["--diffusion_steps", LENGTH, "--temperature", 0.9, "--random_masking", str(fresh_masks).lower()]
+    flags += ["--warmup_steps", 1]
     flags += ["--gradient_checkpointing", "false", "--eval_strategy", "no", "--save_strategy", "no"]
     flags += ["--logging_steps", 1, "--report_to", "none", "--bf16", str(on_gpu()).lower()]
     if compute_of is None:
         flags += ["--max_steps", mu * (1 if study.tiny else ROLLOUTS)]
     else:
+        if compute_of not in lines:
+            raise ValueError(f"{name} takes the compute of {compute_of}, which has no line")
         flags += ["--max_steps", 100_000, "--max_compute_tokens", lines[compute_of]["compute_tokens"]]
     args, model_args = train.make_parser().parse_args_and_config([*map(str, flags)])
     began = time.monotonic()
@@ -572,7 +575,7 @@ def train_ar_grpo(study: Study, seed: int) -> dict[str, Any]:
         "loss_type": "bnpo",
         "scale_rewards": "none",
         "lr_scheduler_type": "constant_with_warmup",
-        "warmup_steps": 0.0001,
+        "warmup_steps": 1,
         "weight_decay": 0.1,
         "adam_beta2": 0.99,
         "max_grad_norm": 0.2,

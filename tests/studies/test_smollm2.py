@@ -212,6 +212,8 @@ def test_contrasts_are_paired_by_seed_and_problem():
     assert rows["2. SFT + RL minus SFT"][0] == "1 of 3"  # rl-2 is of another arm
     assert rows["2. SFT + RL minus SFT"][1].startswith("+25.0 [")
     assert rows["2. SFT + RL minus more SFT"][1].startswith("+50.0 [")
+    del lines["rl-1"]
+    assert "| 2. SFT + RL minus more SFT | 0 of 3 |" in contrasts_table(lines)  # more-1 belongs to rl-1
 
 
 def test_prompt_masks_are_compared_with_a_fresh_one_in_twelve_updates():
@@ -225,9 +227,10 @@ def test_prompt_masks_are_compared_with_a_fresh_one_in_twelve_updates():
         }
 
     lines = {f"rate-{rate:g}": line("1000") for rate in steps.RATES}
-    for seed in steps.SEEDS:
+    for seed, other in zip(steps.SEEDS, ("0000", "1000", "0100"), strict=True):
         lines |= {f"mu12-{seed}": line("1110"), f"mu12-one-mask-{seed}": line("0110", ratio_max=[9.0, 1.0])}
-        lines |= {f"mu1-{seed}": line("1110"), f"mu4-compute-{seed}": line("1110"), f"mu1-compute-{seed}": line("1000")}
+        lines |= {f"mu1-{seed}": line(other), f"mu4-compute-{seed}": line(other), f"mu1-compute-{seed}": line("1000")}
+    lines |= {"rl-1": line("1110"), "rl-2": line("0110")}
     rows = {}
     for row in masks_table(lines).splitlines():
         name, *cells = (cell.strip() for cell in row.split("|")[1:-1])
@@ -235,10 +238,12 @@ def test_prompt_masks_are_compared_with_a_fresh_one_in_twelve_updates():
     assert rows["mu 12, fresh masks"][:1] + rows["mu 12, fresh masks"][2:] == ["3", "", "", "0.75", "2.00"]
     assert rows["mu 12, one mask"][2].startswith("+25.0 [")
     assert rows["mu 12, one mask"][5] == "9.00"
-    assert rows["mu 4, fresh masks"][0] == "1"  # of the search; rl-1 and rl-2 are missing
+    assert rows["mu 4, fresh masks"][0] == "3"  # of the search, rl-1 and rl-2
     assert rows["mu 1, compute of mu 12"][2].startswith("+50.0 [")
-    p_values = [float(cells[3]) for cells in rows.values() if cells[3][:1].isdigit()]
-    assert len(p_values) == 5
+    # Differences of 75, 50 and 50 points: t = 7 with two degrees of freedom, p 0.0198; two other p are smaller
+    assert float(rows["mu 1"][3]) == pytest.approx(3 * 0.0198, rel=0.02)
+    lines["rl-2"] |= {"arm": "full"}
+    assert "| mu 4, fresh masks | 2 |" in masks_table(lines)  # the other arm does not count
 
 
 def test_one_job_can_be_named_and_needs_those_before_it(tmp_path, monkeypatch):
@@ -250,6 +255,8 @@ def test_one_job_can_be_named_and_needs_those_before_it(tmp_path, monkeypatch):
     run.main(run.make_parser().parse_args([*flags, "first"]))
     assert [line["job"] for line in read_lines(tmp_path / "runs.jsonl")] == ["first"]
     run.main(run.make_parser().parse_args([*flags, "second"]))
+    with pytest.raises(ValueError, match="--job second: it is done"):
+        run.main(run.make_parser().parse_args([*flags, "second"]))
     assert [line["job"] for line in read_lines(tmp_path / "runs.jsonl")] == ["first", "second"]
 
 

@@ -46,6 +46,7 @@ def verdicts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("```python\nA\n```<answer>```py\nB```</answer>", "B"),
         ("<answer>\n    return 1\n</answer>", "    return 1"),
         ("<answer>x = 1</answer>", "x = 1"),
+        ("<answer> def f(x):\n    return x\n</answer>", "def f(x):\n    return x"),
         ("no program", None),
     ],
 )
@@ -58,8 +59,9 @@ def test_imports_from_the_future_come_before_the_beginning_of_a_row(tmp_path: Pa
     check = "def check(candidate):\n    assert candidate(3) == 9\n"
     row = {"prompt": prompt, "test": check, "entry_point": "square", "canonical_solution": "    return x * x\n"}
     (problem,) = code.load_rows("test", written(tmp_path, row))
-    future = f"```python\nfrom __future__ import annotations\n\n{SQUARE}\n```"
-    assert code.score(future, problem)["accuracy"] == 1
+    for future in ("annotations", "(\n    annotations,\n)"):
+        program = f"```python\nfrom __future__ import {future}\n\n{SQUARE}\n```"
+        assert code.score(program, problem)["accuracy"] == 1
 
 
 def written(folder: Path, *rows: dict[str, Any]) -> str:

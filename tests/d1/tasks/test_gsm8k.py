@@ -27,14 +27,13 @@ READ = {  # number -> texts that are it, as the gold of a row and in an answer
 ANSWERS = {  # number -> texts from which an answer is read, but that are no gold: a gold is one number and nothing else
     18: (
         "Total - $18",
-        "- 18 eggs",
         "Step 1: 9 + 9\n- 18 eggs",
         r"9 \times 2 = 18",
         "18 eggs for 2 days",
         "in 2 days she sells 18 eggs.",
         "9+9=18",
     ),
-    -3: ("it is - 3", "10 - 13 = -3", "Answer: –3", "the loss is –3"),
+    -3: ("it is - 3", "a loss of - 3", "it equals - 3", "10 - 13 = -3", "Answer: –3", "the loss is –3"),
     7: ("The answer – 7", "**7**", "*7*", "**$7**", "`7`", r"\mathbf{7}", "7 or 7.0"),
     -10: (r"\(-10\)",),
     70000: (r"70\ 000", r"70\;000"),

@@ -51,6 +51,10 @@ CASES = [
         (str | None, "5", "5"),  # no number, as the parameter takes none
         (str | None, "null", None),
         (str | int, "5", 5),
+        (float | str, "5", 5),
+        (list[int] | str, "[1, 2]", [1, 2]),
+        (dict[str, int] | None | str, '{"a": 1}', {"a": 1}),
+        (str | None, '"abc"', '"abc"'),
         (Literal["day", "night"], "night", "night"),
         (Literal["day"] | None, "day", "day"),
         (list[str], '["a"]', ["a"]),
