@@ -309,7 +309,7 @@ def start_alone(python: str, program: str, most: int, limits: Limits) -> str:
         text = said.decode(errors="replace")[:most].strip()
         if len(said) > 4 * most:
             return text
-        # The program has closed its output: it has ended, or it goes on in silence.
+        # The program has closed its output. It may still run.
         try:
             status = process.wait(max(0.0, until - time.monotonic()))
         except subprocess.TimeoutExpired:

@@ -75,27 +75,29 @@ def typed(text: str, kind: Any) -> Any:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
-        if takes_text(kind, text):
+        if accepts_string(kind, text):
             return text
         raise ValueError(f"{text!r:.80} is not a JSON value") from None
-    if takes_text(kind, text) and type(value) not in other_types(kind):
+    if accepts_string(kind, text) and type(value) not in non_string_types(kind):
         return text
     check_depth(value)
     return value
 
 
-def other_types(kind: Any) -> set[Any]:
-    """The types of JSON values, without text, that a parameter of this type may have."""
+def non_string_types(kind: Any) -> set[Any]:
+    """The types that the JSON value of a parameter of this type may have, other than a string."""
     types = {get_origin(part) or part for part in get_args(kind)} - {str}
-    return types | {int} if float in types else types
+    if float in types:
+        types.add(int)
+    return types
 
 
-def takes_text(kind: Any, text: str) -> bool:
-    """Whether a parameter of this type may be the text: `str`, a union with it, or a `Literal` that has it."""
+def accepts_string(kind: Any, text: str) -> bool:
+    """Whether a parameter of this type may be this string: `str`, a union with it, or a `Literal` that has it."""
     if get_origin(kind) is Literal:
         return text in get_args(kind)
     if get_origin(kind) in (Union, UnionType):
-        return any(takes_text(part, text) for part in get_args(kind))
+        return any(accepts_string(part, text) for part in get_args(kind))
     return kind is str
 
 

@@ -64,7 +64,7 @@ class Job:
         do: computes the line.
         reads: jobs whose files it reads; if one fails, this one is left out.
         after: jobs that must be done first, or have failed.
-        minutes: expected time on an H200 with others beside it; with less left, the job is not started.
+        minutes: expected time on an H200 that other jobs use, too; with less time left, the job does not start.
     """
 
     name: str
@@ -235,9 +235,10 @@ def main(args: argparse.Namespace) -> None:
     if args.job is not None:
         not_done = {job.name for job in jobs_to_do(study)}
         if args.job not in not_done:
-            again = f"; to try it again, remove {study.path('failed')}/{args.job}"
-            why = f"failed{again}" if args.job in study.failed() else "is done, or reads files of a job that failed"
-            raise ValueError(f"--job {args.job}: it {why}")
+            failure = study.path(f"failed/{args.job}")
+            if failure.exists():
+                raise ValueError(f"--job {args.job}: it failed; to try it again, remove {failure}")
+            raise ValueError(f"--job {args.job}: it is done, or reads files of a job that failed")
         (job,) = (job for job in jobs(best_arm(study.lines())) if job.name == args.job)
         absent = [name for name in (*job.reads, *job.after) if name in not_done]
         if absent:

@@ -295,7 +295,9 @@ def judge_ar(study: Study, model: Path) -> dict[str, Any]:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
-    twin = load_ar(model).to("cuda" if on_gpu() else "cpu", torch.bfloat16 if on_gpu() else torch.float32).eval()
+    twin = load_ar(model).eval()
+    if on_gpu():
+        twin = twin.to("cuda", torch.bfloat16)
     found: dict[str, Any] = {}
     for split in ("validation", "test"):
         rows = problem_rows(study, split)
