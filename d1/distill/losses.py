@@ -23,11 +23,11 @@ from d1.scoring.views import pairs_to_score
 
 # --- Logits at chosen positions of chosen states ----------------------------------------------------------------------
 
-Read = Callable[..., tuple[Tensor, ...]]
+ReadLogits = Callable[..., tuple[Tensor, ...]]  # (logits, *columns) -> tensors of each position
 
 
 @dataclass(frozen=True)
-class Seen:
+class NoisedTexts:
     """Texts in several states, and the positions of their canvas to read there, in the order of `nonzero`."""
 
     ids: Tensor  # (rows, prompt + canvas) clean
@@ -37,9 +37,15 @@ class Seen:
 
 
 def read_positions(
-    model: Any, seen: Seen, read: Read, columns: Sequence[Tensor] = (), *, mask_token_id: int, states_at_once: int = 1
+    model: Any,
+    texts: NoisedTexts,
+    read: ReadLogits,
+    columns: Sequence[Tensor] = (),
+    *,
+    mask_token_id: int,
+    states_at_once: int = 1,
 ) -> tuple[tuple[Tensor, ...], Tensor]:
-    """What `read(logits, *columns)` returns for the positions of `seen`, and the compute, as in `d1.scoring.Scores`.
+    """What `read(logits, *columns)` returns for the positions of `texts`, and the compute, as in `d1.scoring.Scores`.
 
     Only states with a position are computed. With gradients and several passes, the backward pass recomputes each pass,
     so that memory does not grow with the number of states.
@@ -50,71 +56,94 @@ def read_positions(
         columns: values of each position, (positions, ...) each.
         states_at_once: of each row per forward pass, on average.
     """
-    positions, canvas = seen.positions, seen.positions.shape[-1]
-    padded = padding_mask(seen.visible) is not None  # even a mask that hides nothing excludes fast kernels
-    pairs = pairs_to_score(positions)  # (pairs, 2): row and state, in the order of `positions.nonzero()`
-    passes = list(pairs.split(len(positions) * states_at_once))
-    passes += [pairs[-1:]] * (calls_in_step(model, len(passes)) - len(passes))  # keep processes in step; cut off below
-    sizes = [int(positions[some.unbind(1)].sum()) for some in passes]
+    positions = texts.positions
+    canvas = positions.shape[-1]
     total = int(positions.sum())
-    # Repeated passes end at `total`, too: they read the last positions again.
-    ends = torch.tensor(sizes).cumsum(0).clamp(max=total).tolist()
+    has_padding = padding_mask(texts.visible) is not None  # even a mask that hides nothing excludes fast kernels
+    with_gradients = torch.is_grad_enabled()
 
-    def compute(some: Tensor, *own: Tensor) -> tuple[Tensor, ...]:
-        row, state = some.to(seen.ids.device).unbind(1)
-        hidden = torch.cat([torch.zeros_like(seen.visible[row, :-canvas]).bool(), seen.noise[row, state]], dim=1)
-        options: dict[str, Any] = {"gen_length": canvas, "mask_token_id": mask_token_id}
-        states = hidden_states(model, seen.ids[row], hidden, seen.visible[row] if padded else None, **options)
-        at = positions[some.unbind(1)].flatten().nonzero().squeeze(1).to(seen.ids.device, non_blocking=True)
-        return read_logits(model, states[:, -canvas:].flatten(0, 1)[at], read, own)
+    # A pass computes some (row, state) pairs, in the order of `positions.nonzero()`.
+    pairs = pairs_to_score(positions)  # (pairs, 2)
+    passes = list(pairs.split(len(positions) * states_at_once))
+    # Processes stay in step by repeating the last pair, whose positions are cut off below.
+    repeated = calls_in_step(model, len(passes)) - len(passes)
+    passes += [pairs[-1:]] * repeated
 
-    recompute = torch.is_grad_enabled() and len(passes) > 1
-    run: Callable[..., Any] = partial(checkpoint, compute, use_reentrant=False) if recompute else compute
-    found = []
-    for some, size, end in zip(passes, sizes, ends, strict=True):
-        found.append(run(some, *(column[end - size : end] for column in columns)))
-    joined = tuple(torch.cat(parts)[:total] for parts in zip(*found, strict=True))
+    def forward(pass_pairs: Tensor, *pass_columns: Tensor) -> tuple[Tensor, ...]:
+        row, state = pass_pairs.to(texts.ids.device).unbind(1)
+        shown_prompt = torch.zeros_like(texts.visible[row, :-canvas]).bool()
+        hidden = torch.cat([shown_prompt, texts.noise[row, state]], dim=1)
+        states = hidden_states(
+            model,
+            texts.ids[row],
+            hidden,
+            texts.visible[row] if has_padding else None,
+            gen_length=canvas,
+            mask_token_id=mask_token_id,
+        )
+        read_at = positions[pass_pairs.unbind(1)].flatten().nonzero().squeeze(1)
+        read_at = read_at.to(texts.ids.device, non_blocking=True)
+        return read_logits(model, states[:, -canvas:].flatten(0, 1)[read_at], read, pass_columns)
+
+    run: Callable[..., Any] = forward
+    if with_gradients and len(passes) > 1:
+        run = partial(checkpoint, forward, use_reentrant=False)
+
+    results, end = [], 0
+    for pass_pairs in passes:
+        size = int(positions[pass_pairs.unbind(1)].sum())
+        end = min(end + size, total)  # a repeated pass reads the last positions again
+        results.append(run(pass_pairs, *(column[end - size : end] for column in columns)))
+    joined = tuple(torch.cat(parts)[:total] for parts in zip(*results, strict=True))
+
     # A backward pass costs two forward passes; the pair of a batch without positions costs nothing.
-    each, paid = 3 if torch.is_grad_enabled() else 1, pairs[:, 0] if total else pairs[:0, 0]
-    computed = seen.visible[paid.to(seen.visible.device)]
-    return joined, each * tokens_of_pass(model, computed, canvas)
+    passes_per_pair = 3 if with_gradients else 1
+    computed_rows = pairs[:, 0] if total else pairs[:0, 0]
+    visible = texts.visible[computed_rows.to(texts.visible.device)]
+    return joined, passes_per_pair * tokens_of_pass(model, visible, canvas)
 
 
-def read_logits(model: Any, states: Tensor, read: Read, columns: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def read_logits(model: Any, states: Tensor, read: ReadLogits, columns: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """`read` of the logits of `states` (n, hidden), with at most one chunk of logits in memory."""
     head = backbone_and_head(model)[1]
 
-    def chunk(states: Tensor, *own: Tensor) -> tuple[Tensor, ...]:
+    def read_chunk(states: Tensor, *chunk_columns: Tensor) -> tuple[Tensor, ...]:
         logits = head(states)
-        return read(logits if logits.dtype == torch.float64 else logits.float(), *own)
+        if logits.dtype != torch.float64:
+            logits = logits.float()
+        return read(logits, *chunk_columns)
 
-    calls = calls_in_step(model, -(-len(states) * model.config.vocab_size // CHUNK_ELEMENTS))
-    parts = zip(*(values.tensor_split(calls) for values in (states, *columns)), strict=True)
-    recompute = torch.is_grad_enabled() and calls > 1
-    run: Callable[..., Any] = partial(checkpoint, chunk, use_reentrant=False) if recompute else chunk
-    return tuple(map(torch.cat, zip(*(run(*part) for part in parts), strict=True)))
+    chunks = -(-len(states) * model.config.vocab_size // CHUNK_ELEMENTS)
+    calls = calls_in_step(model, chunks)
+    run: Callable[..., Any] = read_chunk
+    if torch.is_grad_enabled() and calls > 1:
+        run = partial(checkpoint, read_chunk, use_reentrant=False)
+
+    split_inputs = [values.tensor_split(calls) for values in (states, *columns)]
+    results = [run(*chunk) for chunk in zip(*split_inputs, strict=True)]
+    return tuple(torch.cat(parts) for parts in zip(*results, strict=True))
 
 
-# --- Targets: (settings, logits, own ids) -> tensors ------------------------------------------------------------------
+# --- Targets: (settings, logits, token ids) -> tensors ----------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Compared:
+class ComparedPositions:
     """The positions of a micro-batch."""
 
     row: Tensor  # (n,) the number of each position's row
     state: Tensor  # (n,) and of its state
-    ids: Tensor  # (n,) own tokens
+    ids: Tensor  # (n,) the tokens of the trace
     target: tuple[Tensor, ...] = ()  # what the target read, (n, ...) each
 
 
-def own(settings: Any, logits: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
-    """Whether the own token is the most likely one."""
+def is_most_likely(settings: Any, logits: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
+    """Whether the token of the trace is the most likely one."""
     return (logits.argmax(-1) == ids,)
 
 
 Target = Callable[[Any, Tensor, Tensor], tuple[Tensor, ...]]
-TARGETS: dict[str, Target] = {"own": own}
+TARGETS: dict[str, Target] = {"own": is_most_likely}
 
 
 # --- Divergences ------------------------------------------------------------------------------------------------------
@@ -124,20 +153,29 @@ def read_certainty(settings: Any, logits: Tensor, ids: Tensor, right: Tensor) ->
     return token_logps(logits, ids), token_entropies(logits / settings.entropy_temperature)
 
 
-def count_certainty(seen: Compared) -> Tensor:
-    """(2, states): the positions of each state, and of these the ones where the own token is the most likely."""
-    (right,) = seen.target
-    return torch.stack([torch.bincount(seen.state, each, minlength=2) for each in (torch.ones_like(right), right)])
+def count_certainty(compared: ComparedPositions) -> Tensor:
+    """(2, states): the positions of each state, and of these the ones whose token is the most likely one."""
+    (right,) = compared.target
+    positions = torch.bincount(compared.state, torch.ones_like(right), minlength=2)
+    right_positions = torch.bincount(compared.state, right, minlength=2)
+    return torch.stack([positions, right_positions])
 
 
-def certainty(seen: Compared, read: tuple[Tensor, ...], totals: Tensor, settings: Any) -> Any:
-    """dParallel (section 4): for each of the two states, the mean cross-entropy of the own tokens plus the weighted
-    mean entropy, at a temperature below 1, of positions where the own token is already the most likely one."""
-    (logps, entropies), (right,) = read, seen.target
-    # Each state's weight of a position, and of one whose own token is the most likely one.
-    each, every = (1 / totals.clamp(min=1)).to(logps.dtype)[:, seen.state]
-    sharp = entropies * right
-    loss = -(logps * each).sum() + settings.entropy_weight * (sharp * every).sum()
+def certainty(
+    compared: ComparedPositions, read: tuple[Tensor, ...], totals: Tensor, settings: Any
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """dParallel (section 4): for each of the two states, the mean cross-entropy of the trace's tokens plus the weighted
+    mean entropy, at a temperature below 1, of positions where that token is already the most likely one."""
+    logps, entropies = read
+    (right,) = compared.target
+
+    # The weight of each position in the mean of its state, over all positions and over the right ones.
+    weights = (1 / totals.clamp(min=1)).to(logps.dtype)  # (2, states)
+    position_weights, right_weights = weights[:, compared.state]
+
+    cross_entropy = -(logps * position_weights).sum()
+    entropy = (entropies * right * right_weights).sum()
+    loss = cross_entropy + settings.entropy_weight * entropy
     return loss, {"logps/own": logps, "right": right, "entropy": entropies}
 
 
@@ -145,12 +183,12 @@ def certainty(seen: Compared, read: tuple[Tensor, ...], totals: Tensor, settings
 class Divergence:
     """An entry of `DIVERGENCES`."""
 
-    # (settings, logits, own ids, *what the target read) -> tensors of each position, with gradients
-    read: Callable[..., tuple[Tensor, ...]]
+    # (settings, logits, token ids, *what the target read) -> tensors of each position, with gradients
+    read: ReadLogits
     # (positions, what was read, totals, settings) -> the micro-batch's part of the loss, and its logs
     loss: Callable[..., tuple[Tensor, dict[str, Tensor]]]
     # (positions) -> counts, which are summed over the optimizer step before the loss sees them
-    totals: Callable[[Compared], Tensor]
+    totals: Callable[[ComparedPositions], Tensor]
 
 
 DIVERGENCES = {

@@ -26,18 +26,36 @@ from d1.sampling.settings import BLOCK_LENGTH, default_steps, refuse_scdd
 
 logger = logging.getLogger(__name__)
 
-# Settings of the traces; with those of the model, its dtype and the data they name the traces' folder.
+# The settings that determine the traces, and so the name of their folder: those of this stage alone, and the others.
 SAMPLING = (
-    *("data_file", "num_prompts", "max_prompt_length", "max_completion_length", "sampling_batch_size"),
-    *("diffusion_steps", "block_length", "temperature", "keep"),
+    "data_file",
+    "num_prompts",
+    "max_prompt_length",
+    "max_completion_length",
+    "sampling_batch_size",
+    "diffusion_steps",
+    "block_length",
+    "temperature",
+    "keep",
 )
-ALSO = (
-    *("model_name", "dtype", "load_in_4bit", "full_finetuning"),
-    *("train_data", "seed", "plain_chat_template", "bad_rows"),
+SHARED = (
+    "model_name",
+    "dtype",
+    "load_in_4bit",
+    "full_finetuning",
+    "train_data",
+    "seed",
+    "plain_chat_template",
+    "bad_rows",
 )
 SCHEDULE = {"learning_rate", "weight_decay", "lr_scheduler_type", "warmup_steps"}  # as in the other stages
-OF_METHODS = {name for method in METHODS.values() for name in method.values}
-ON_RESUME = on_resume("method", "dtype", *{*SAMPLING, *OF_METHODS} - SCHEDULE, free=("save_steps", "views_at_once"))
+METHOD_SETTINGS = {name for method in METHODS.values() for name in method.values}
+ON_RESUME = on_resume(
+    "method",
+    "dtype",
+    *{*SAMPLING, *METHOD_SETTINGS} - SCHEDULE,
+    free=("save_steps", "views_at_once"),
+)
 
 
 def stage(args: DistillConfig) -> Stage:
@@ -74,26 +92,43 @@ def prepare(
         logger.info("%d prompts, of at most %d tokens", len(prompts.ids), longest)
 
     def make_trainer(model: Any) -> DistillTrainer:
-        rows, traces, compute = sampled_before(args, training, sampler, model)
+        rows, traces, compute = sample_or_read_traces(args, training, sampler, model)
         cap_batch(training, len(rows))
-        trainers: dict[str, Any] = {"model": model, "args": training, "processing_class": tokenizer}
-        return DistillTrainer(args, sampler, rows, traces, computed_tokens=compute, **trainers)
+        return DistillTrainer(
+            args,
+            sampler,
+            rows,
+            traces,
+            computed_tokens=compute,
+            model=model,
+            args=training,
+            processing_class=tokenizer,
+        )
 
     return {"paper": METHODS[args.method].paper, ROWS + "train_data": prompts.rows}, make_trainer
 
 
-def sampled_before(
+def sample_or_read_traces(
     args: DistillConfig, training: TrainingArguments, sampler: TraceSampler, model: Any
 ) -> tuple[list[int], Traces, int]:
     """The numbers and the traces of the prompts that are trained on, and the tokens that sampling processed. Traces of
     the same settings, model, task and prompts in the run's folder are read, not sampled again."""
-    known = {name: getattr(args, name) for name in (*SAMPLING, *ALSO)} | {ROWS + "train_data": sampler.prompts.rows}
-    name = from_rank_0(lambda: hash_values(known | hash_settings(known)))
+    settings = {name: getattr(args, name) for name in (*SAMPLING, *SHARED)}
+    settings[ROWS + "train_data"] = sampler.prompts.rows
+    name = from_rank_0(lambda: hash_values(settings | hash_settings(settings)))
     folder = Path(str(training.output_dir)) / "traces" / name
+
     model.to(training.device)
-    shared = args.sampling_batch_size, training.process_index, training.world_size
-    with whole_weights(model):
-        sample_once(sampler, model, folder, args.seed, *shared)
+    with gathered_weights(model):
+        sample_once(
+            sampler,
+            model,
+            folder,
+            args.seed,
+            batch=args.sampling_batch_size,
+            process=training.process_index,
+            processes=training.world_size,
+        )
     if training.distributed_state is not None:
         training.distributed_state.wait_for_everyone()
     traces, compute = read_traces(folder, sampler.tokenizer.eos_token_id)
@@ -106,8 +141,8 @@ def sampled_before(
     return rows.tolist(), traces.at(rows), compute
 
 
-def whole_weights(model: Any) -> AbstractContextManager[Any]:
-    """Every weight whole while the model samples: under ZeRO-3 the processes hold shares, and no engine yet gathers."""
+def gathered_weights(model: Any) -> AbstractContextManager[Any]:
+    """All weights whole while the model samples: under ZeRO-3 each process holds shares, and no engine gathers yet."""
     shares = [weight for weight in model.parameters() if hasattr(weight, "ds_id")]
     if not shares:
         return nullcontext()

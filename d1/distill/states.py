@@ -38,9 +38,11 @@ class Traces:
         """(rows, 1) tokens up to and including the first EOS."""
         return eos_cut(self.ids, [self.eos_token_id]).sum(-1, keepdim=True)
 
-    def up_to(self, tail: int) -> Tensor:
+    def scored_positions(self, tail: int) -> Tensor:
         """(rows, canvas) bool: a completion and `tail` positions after it; -1: all positions."""
-        return (torch.arange(self.ids.shape[1]) < self.lengths + tail) | torch.tensor(tail < 0)
+        if tail < 0:
+            return torch.ones_like(self.ids, dtype=torch.bool)
+        return torch.arange(self.ids.shape[1]) < self.lengths + tail
 
     @property
     def filled(self) -> Tensor:
@@ -52,36 +54,42 @@ class Traces:
 class States:
     """The states in which a batch is compared, and the positions; on the host. The teacher sees the same states."""
 
-    ids: Tensor  # (rows, canvas) the tokens of the text, which are the own tokens to compare with
+    ids: Tensor  # (rows, canvas) the tokens of the text, with which the model is compared
     noise: Tensor  # (rows, states, canvas) bool, what each state hides
     positions: Tensor  # (rows, states, canvas) bool, hidden positions where student and target are compared
 
 
 def blocks_of_canvas(settings: SamplingSettings, prompt_lengths: Sequence[int], size: int | None) -> Tensor:
     """(rows, canvas) the number of each position's block, from 0; `size` is the block size of a block-causal model."""
-
-    def row(filled: int | None) -> Tensor:
-        lengths = torch.tensor([sum(block) for block in settings.schedule(filled)])
-        return torch.arange(len(lengths)).repeat_interleave(lengths)
-
-    return torch.stack([row(None if size is None else length % size) for length in prompt_lengths])
+    rows = []
+    for prompt_length in prompt_lengths:
+        prompt_part = None if size is None else prompt_length % size  # of the first block
+        lengths = torch.tensor([sum(block) for block in settings.schedule(prompt_part)])
+        rows.append(torch.arange(len(lengths)).repeat_interleave(lengths))
+    return torch.stack(rows)
 
 
 def halves(traces: Traces, generators: Sequence[Generator], settings: Any) -> States:
     """dParallel: a block is drawn uniformly; earlier blocks are shown and later ones hidden. In this block the first
     state hides each token with probability 1/2, and the second state hides the others."""
-    scored, found = traces.up_to(settings.tail), []
-    for blocks, own, generator in zip(traces.blocks, scored, generators, strict=True):
-        last = int(blocks[own].max())
-        block = int(torch.randint(last + 1, (), generator=generator))
-        half = draw_mask(blocks == block, noise_level(torch.tensor(0.5)), generator)
-        found.append(torch.stack([half, (blocks == block) & ~half]))
-    inside = torch.stack(found)  # (rows, 2, canvas)
-    # (rows, 1): the number of the drawn block; later blocks and the tail stay hidden.
-    chosen = torch.where(inside.any(1), traces.blocks, -1).amax(-1, keepdim=True)
-    positions = inside & scored.unsqueeze(1)
-    noise = inside | ((traces.blocks > chosen) | ~scored).unsqueeze(1)
-    return States(traces.filled, noise, positions)
+    scored = traces.scored_positions(settings.tail)  # (rows, canvas)
+    half = noise_level(torch.tensor(0.5))
+
+    # The drawn block of each row, and its two halves.
+    drawn_blocks, row_halves = [], []
+    for blocks, row_scored, generator in zip(traces.blocks, scored, generators, strict=True):
+        last_block = int(blocks[row_scored].max())
+        drawn = int(torch.randint(last_block + 1, (), generator=generator))
+        in_block = blocks == drawn
+        first = draw_mask(in_block, half, generator)
+        row_halves.append(torch.stack([first, in_block & ~first]))
+        drawn_blocks.append(drawn)
+    hidden_halves = torch.stack(row_halves)  # (rows, 2, canvas)
+
+    # Both states also hide the later blocks and the tail.
+    later = traces.blocks > torch.tensor(drawn_blocks).unsqueeze(1)
+    noise = hidden_halves | (later | ~scored).unsqueeze(1)
+    return States(traces.filled, noise, positions=hidden_halves & scored.unsqueeze(1))
 
 
 Draw = Callable[..., States]

@@ -43,34 +43,45 @@ class Prompts:
 def load_prompts(args: DistillConfig, tokenizer: Any) -> Prompts:
     """The training prompts of a task, or those of a file's column `prompt`: text or chat messages; at most
     `--num_prompts` of the usable ones, drawn by the seed. ValueError for bad rows, unless they are skipped."""
+    # The rows.
     name = args.train_data
-    task = load_task(name) if name in TASKS or name.endswith(".py") else None
+    task = None
+    if name in TASKS or name.endswith(".py"):
+        task = load_task(name)
     if args.data_file is not None and task is None:
         raise ValueError(f"--data_file is for a task, and --train_data {name} is none")
     rows: Dataset = load_rows(name, TASKS) if task is None else task.load_rows("train", args.data_file)
     if "prompt" not in rows.column_names:
         raise ValueError(f"the rows of {name} have no column prompt, only {', '.join(rows.column_names)}")
-    read = rows.select_columns([name for name in rows.column_names if name in ("prompt", *CONVERSATION_COLUMNS)])
-    prompts = [prompt_ids(row, tokenizer, args.max_prompt_length) for row in read]
-    ids, problems = [found for found, _ in prompts], [problem for _, problem in prompts]
-    usable = usable_rows(["bad" if problem else "ok" for problem in problems], problems, args.bad_rows, rows)
+
+    # Their prompts; rows without one are refused or skipped.
+    columns = [column for column in rows.column_names if column in ("prompt", *CONVERSATION_COLUMNS)]
+    ids, problems, states = [], [], []
+    for row in rows.select_columns(columns):
+        row_ids, problem = prompt_ids(row, tokenizer, args.max_prompt_length)
+        ids.append(row_ids)
+        problems.append(problem)
+        states.append("bad" if problem else "ok")
+    usable = usable_rows(states, problems, args.bad_rows, rows)
+
     if args.num_prompts is not None and args.num_prompts < len(usable):
         usable = sorted(random.Random(args.seed).sample(usable, args.num_prompts))
-    kept = rows.select(usable)
+    usable_ids = [ids[row] for row in usable]
+    prompt_rows = rows.select(usable)
 
     def judge(text: str, number: int) -> bool:
         assert task is not None
-        return bool(next(iter(task.score(text, kept[number]).values())) == 1)
+        scores = task.score(text, prompt_rows[number])
+        return bool(next(iter(scores.values())) == 1)
 
-    chosen = [ids[row] for row in usable]
-    return Prompts(chosen, judge if task else None, hash_values([chosen, hash_rows(kept)]))
+    return Prompts(usable_ids, judge if task else None, hash_values([usable_ids, hash_rows(prompt_rows)]))
 
 
 def prompt_ids(row: dict[str, Any], tokenizer: Any, longest: int) -> tuple[list[int], str]:
     """The ids of a row's prompt and an empty text, or no ids and what is wrong with the row."""
     try:
-        messages, given = conversation_of(row, as_messages(row, "prompt", "user"))
-        ids = encode_question(tokenizer, messages, given)
+        messages, template_arguments = conversation_of(row, as_messages(row, "prompt", "user"))
+        ids = encode_question(tokenizer, messages, template_arguments)
         if len(ids) > longest:
             raise ValueError(f"the prompt has {len(ids)} tokens, more than --max_prompt_length")
     except Exception as error:  # a chat template may raise anything
@@ -91,25 +102,39 @@ class TraceSampler:
     def sample(self, model: Any, numbers: Sequence[int], seed: int) -> tuple[Traces, int]:
         """Traces of these prompts, on the host, and the tokens processed, as `Rollout.forward_tokens`. A trace depends
         on its prompt, its number and the seed alone."""
-        training = model.training
+        was_training = model.training
         model.eval()
-        end, prompts = self.tokenizer.eos_token_id, [self.prompts.ids[number] for number in numbers]
+        eos_token_id = self.tokenizer.eos_token_id
+        prompts = [self.prompts.ids[number] for number in numbers]
         ids, mask = left_pad(prompts, self.tokenizer.pad_token_id)
-        options: dict[str, Any] = {"mask_token_id": self.tokenizer.mask_token_id, "eos_token_ids": [end]}
-        options["generator"] = [keyed_generator(seed, TRACES, number, 0, device=model.device) for number in numbers]
-        sampled = rollout(model, ids.to(model.device), mask.to(model.device), self.settings, **options)
-        model.train(training)
+        sampled = rollout(
+            model,
+            ids.to(model.device),
+            mask.to(model.device),
+            self.settings,
+            mask_token_id=self.tokenizer.mask_token_id,
+            eos_token_ids=[eos_token_id],
+            generator=[keyed_generator(seed, TRACES, number, 0, device=model.device) for number in numbers],
+        )
+        model.train(was_training)
+
         canvas_ids = sampled.ids[:, ids.shape[1] :].cpu().contiguous()
-        blocks = blocks_of_canvas(self.settings, [*map(len, prompts)], block_size(model.config))
-        traces = Traces(canvas_ids, sampled.reveal_steps.cpu(), blocks, self.are_right(canvas_ids, numbers), end)
+        traces = Traces(
+            ids=canvas_ids,
+            steps=sampled.reveal_steps.cpu(),
+            blocks=blocks_of_canvas(self.settings, [len(prompt) for prompt in prompts], block_size(model.config)),
+            right=self.are_right(canvas_ids, numbers),
+            eos_token_id=eos_token_id,
+        )
         return traces, int(sampled.forward_tokens.sum())
 
     def are_right(self, canvas_ids: Tensor, numbers: Sequence[int]) -> Tensor:
         """(rows,) bool: whether the judge calls each completion right; True without a judge."""
         if self.judge is None:
             return torch.ones(len(canvas_ids)).bool()
-        kept = eos_cut(canvas_ids, [self.tokenizer.eos_token_id], including=False)
-        texts = self.tokenizer.batch_decode([row[own] for row, own in zip(canvas_ids, kept, strict=True)], True)
+        before_eos = eos_cut(canvas_ids, [self.tokenizer.eos_token_id], including=False)
+        completions = [row[row_mask] for row, row_mask in zip(canvas_ids, before_eos, strict=True)]
+        texts = self.tokenizer.batch_decode(completions, skip_special_tokens=True)
         return torch.tensor([self.judge(text, number) for text, number in zip(texts, numbers, strict=True)])
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import Trainer
 
 from d1.distill.config import DistillConfig
-from d1.distill.losses import DIVERGENCES, TARGETS, Compared, Seen, read_positions
+from d1.distill.losses import DIVERGENCES, TARGETS, ComparedPositions, NoisedTexts, ReadLogits, read_positions
 from d1.distill.methods import METHODS
 from d1.distill.states import STATES, States, Traces
 from d1.distill.traces import TraceSampler
@@ -44,7 +44,7 @@ class TraceDataset(torch.utils.data.Dataset):
 
 def collate(rows: list[BatchRow]) -> dict[str, Any]:
     """The `batch_rows`, and `labels` (rows,), which Trainer counts."""
-    return {"batch_rows": rows, "labels": torch.tensor([IGNORED if one.row < 0 else 1 for one in rows])}
+    return {"batch_rows": rows, "labels": torch.tensor([IGNORED if batch_row.row < 0 else 1 for batch_row in rows])}
 
 
 class DistillTrainer(SummingTrainer, Trainer):
@@ -71,67 +71,92 @@ class DistillTrainer(SummingTrainer, Trainer):
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list, Any]:
         """The prepared micro-batches of an optimizer step, and its number of rows over all processes."""
         batches, count = super().get_batch_samples(*args, **kwargs)
-        found = [self.prepared(batch) for batch in batches]
-        if found:
-            self.totals = self.accelerator.reduce(sum(self.divergence.totals(one["compared"]) for one in found), "sum")
-        return found, count
+        prepared = [self.prepare_batch(batch) for batch in batches]
+        if prepared:
+            totals = sum(self.divergence.totals(batch["compared"]) for batch in prepared)
+            self.totals = self.accelerator.reduce(totals, "sum")
+        return prepared, count
 
-    def prepared(self, batch: dict[str, Any]) -> dict[str, Any]:
+    def prepare_batch(self, batch: dict[str, Any]) -> dict[str, Any]:
         """A micro-batch with its states and the teacher's target."""
-        chosen, labels = batch["batch_rows"], batch["labels"]
-        rows = [self.rows[max(one.row, 0)] for one in chosen]
-        keys = [(self.settings.seed, STATE_DRAWS, one.epoch, row, 0) for one, row in zip(chosen, rows, strict=True)]
-        traces = self.traces.at(torch.tensor([max(one.row, 0) for one in chosen]))
-        states = STATES[self.method.states](traces, [keyed_generator(*key) for key in keys], self.settings)
-        trained = (labels.cpu() != IGNORED).view(-1, 1, 1)  # to multiply (rows, states, canvas)
-        seen, compared = self.seen(states, states.positions & trained, rows)
+        batch_rows, labels = batch["batch_rows"], batch["labels"]
+        indices = [max(batch_row.row, 0) for batch_row in batch_rows]  # an empty row stands for the first: labels tell
+        rows = [self.rows[index] for index in indices]
+
+        # The states of the traces.
+        generators = []
+        for batch_row, row in zip(batch_rows, rows, strict=True):
+            generators.append(keyed_generator(self.settings.seed, STATE_DRAWS, batch_row.epoch, row, 0))
+        traces = self.traces.at(torch.tensor(indices))
+        states = STATES[self.method.states](traces, generators, self.settings)
+        is_trained = (labels.cpu() != IGNORED).view(-1, 1, 1)  # to multiply (rows, states, canvas)
+        texts, compared = self.to_device(states, states.positions & is_trained, rows)
+
+        # The target there.
+        read_target = partial(TARGETS[self.method.target], self.settings)
         with torch.no_grad():
-            target = self.read(self.model, seen, partial(TARGETS[self.method.target], self.settings), (compared.ids,))
-        return {"labels": labels, "seen": seen, "compared": replace(compared, target=target), "rows": rows}
+            target = self.read(self.model, texts, read_target, (compared.ids,))
+        return {"labels": labels, "texts": texts, "compared": replace(compared, target=target), "rows": rows}
 
-    def seen(self, states: States, positions: Tensor, rows: list[int]) -> tuple[Seen, Compared]:
+    def to_device(self, states: States, positions: Tensor, rows: list[int]) -> tuple[NoisedTexts, ComparedPositions]:
         """What a pass needs on the device, and the positions in the order in which passes read them."""
-        device, sampler = self.args.device, self.sampler
-        prompts, visible = left_pad([sampler.prompts.ids[row] for row in rows], sampler.tokenizer.pad_token_id)
-        ids = torch.cat([prompts, states.ids], dim=1)
-        visible = torch.cat([visible, torch.ones_like(states.ids)], dim=1)
-        row, state, at = positions.nonzero().unbind(1)  # (n,) each
-        columns = {"row": row, "state": state, "ids": states.ids[row, at]}
-        there: dict[str, Any] = {name: column.to(device, non_blocking=True) for name, column in columns.items()}
-        seen = Seen(ids.to(device), visible.to(device), states.noise.to(device), positions)
-        return seen, Compared(**there)
+        device = self.args.device
+        prompts = [self.sampler.prompts.ids[row] for row in rows]
+        prompt_ids, prompt_mask = left_pad(prompts, self.sampler.tokenizer.pad_token_id)
+        texts = NoisedTexts(
+            ids=torch.cat([prompt_ids, states.ids], dim=1).to(device),
+            visible=torch.cat([prompt_mask, torch.ones_like(states.ids)], dim=1).to(device),
+            noise=states.noise.to(device),
+            positions=positions,
+        )
+        row, state, position = positions.nonzero().unbind(1)  # (n,) each
+        compared = ComparedPositions(
+            row=row.to(device, non_blocking=True),
+            state=state.to(device, non_blocking=True),
+            ids=states.ids[row, position].to(device, non_blocking=True),
+        )
+        return texts, compared
 
-    def read(self, model: Any, seen: Seen, read: Any, columns: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def read(self, model: Any, texts: NoisedTexts, read: ReadLogits, columns: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """`read_positions`; counts its compute."""
-        options = {"mask_token_id": self.sampler.tokenizer.mask_token_id, "states_at_once": self.settings.views_at_once}
-        compute = partial(read_positions, seen=seen, read=read, columns=columns, **options)
+
+        def compute(model: Any) -> tuple[tuple[Tensor, ...], Tensor]:
+            return read_positions(
+                model,
+                texts,
+                read,
+                columns,
+                mask_token_id=self.sampler.tokenizer.mask_token_id,
+                states_at_once=self.settings.views_at_once,
+            )
+
         with self.compute_loss_context_manager():
-            found, tokens = run_inside(model, compute)
+            results, tokens = run_inside(model, compute)
         self.computed_tokens += tokens.detach()
-        return found
+        return results
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """The batch's part of the step's loss, times the number of processes, over which gradients are averaged."""
-        compared: Compared = inputs["compared"]
-        read = partial(self.divergence.read, self.settings)
-        columns = self.read(model, inputs["seen"], read, (compared.ids, *compared.target))
-        loss, logged = self.divergence.loss(compared, columns, self.totals, self.settings)
+        compared: ComparedPositions = inputs["compared"]
+        read_student = partial(self.divergence.read, self.settings)
+        student = self.read(model, inputs["texts"], read_student, (compared.ids, *compared.target))
+        loss, logged = self.divergence.loss(compared, student, self.totals, self.settings)
         loss = loss * self.accelerator.num_processes
         self.require_finite(loss.detach(), lambda: self.texts_of(inputs))
         self.add_means({name: values.detach() for name, values in logged.items()})
         return (loss, {}) if return_outputs else loss
 
     def texts_of(self, inputs: dict[str, Any]) -> list[dict[str, Any]]:
-        texts = self.sampler.tokenizer.batch_decode(inputs["seen"].ids)
+        texts = self.sampler.tokenizer.batch_decode(inputs["texts"].ids)
         return [{"prompt": row, "text": text} for row, text in zip(inputs["rows"], texts, strict=True)]
 
     def add_means(self, values: dict[str, Tensor]) -> None:
         """Add values to the means of the next log."""
-        for name, each in values.items():
-            self.add(name, each)
-            self.add(f"n/{name}", torch.tensor(each.numel()))
+        for name, tensor in values.items():
+            self.add(name, tensor)
+            self.add(f"n/{name}", torch.tensor(tensor.numel()))
 
     def means(self, sums: dict[str, float]) -> dict[str, float]:
         return {name: sums[name] / max(sums[f"n/{name}"], 1) for name in sums if f"n/{name}" in sums}

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from d1.distill.losses import DIVERGENCES, TARGETS, Compared, Seen, read_positions
+from d1.distill.losses import DIVERGENCES, TARGETS, ComparedPositions, NoisedTexts, read_positions
 from d1.distill.methods import METHODS
 from tests.d1.scoring.enumeration import CANVAS, MASK, PROMPT, SAMPLED, VISIBLE, canvas_logits, tiny
 
@@ -29,10 +29,10 @@ IDS = torch.tensor([0, 3, 3, 1, 2, 6, 5, 0])
 IDS[::3] = STUDENT[::3].argmax(-1)
 
 
-def compared(which: list[int], method: str) -> Compared:
+def compared(which: list[int], method: str) -> ComparedPositions:
     row, state = torch.tensor([AT[i][:2] for i in which], dtype=torch.long).view(-1, 2).unbind(1)
     target = TARGETS[METHODS[method].target](SETTINGS, STUDENT[which], IDS[which])
-    return Compared(row, state, IDS[which], target)
+    return ComparedPositions(row, state, IDS[which], target)
 
 
 def loss_of(method: str, parts: list[list[int]], logits: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ def test_logits_are_those_of_each_state_alone(block: int | None) -> None:
     positions[1, 2] = positions[3] = False
     ids = torch.cat([SAMPLED.prompt_ids, SAMPLED.canvas_ids], dim=1)
     visible = torch.cat([VISIBLE, torch.ones_like(SAMPLED.canvas_ids)], dim=1)
-    seen = Seen(ids, visible, noise, positions)
+    texts = NoisedTexts(ids, visible, noise, positions)
     expected = []
     for row, state, position in positions.nonzero().tolist():
         clean = ids[row][visible[row].bool()]
@@ -94,7 +94,7 @@ def test_logits_are_those_of_each_state_alone(block: int | None) -> None:
     slopes = torch.autograd.grad((wanted * mix).sum(), weights)
     for at_once in (1, 3):
         options: dict[str, Any] = {"mask_token_id": MASK, "states_at_once": at_once}
-        (found, numbers), compute = read_positions(model, seen, lambda *read: read, columns, **options)
+        (found, numbers), compute = read_positions(model, texts, lambda *read: read, columns, **options)
         assert torch.equal(numbers, columns[0])
         torch.testing.assert_close(found, wanted)
         for slope, other in zip(torch.autograd.grad((found * mix).sum(), weights), slopes, strict=True):
@@ -103,7 +103,7 @@ def test_logits_are_those_of_each_state_alone(block: int | None) -> None:
         noised = visible[:, -(CANVAS + block - 1) :] if block else visible[:, :0]
         assert int(compute) == 3 * int((read * (visible.sum(1) + noised.sum(1))).sum())
     with torch.no_grad():
-        none = replace(seen, positions=torch.zeros_like(positions))
+        none = replace(texts, positions=torch.zeros_like(positions))
         (nothing,), free = read_positions(model, none, lambda logits: (logits,), mask_token_id=MASK)
     assert (len(nothing), int(free)) == (0, 0)
     assert ids.shape[1] == PROMPT + CANVAS
