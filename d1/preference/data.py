@@ -51,25 +51,31 @@ def token_rows(
         ValueError: columns of none of the formats, bad rows, or nothing left to train on.
     """
     columns = answer_columns(data.features, paired=paired)
-    pairs = len(columns) == 2
-    options = {"tokenizer": tokenizer, "max_prompt_length": max_prompt_length}
-    options |= {"max_completion_length": max_completion_length, "columns": columns}
+    options = {
+        "tokenizer": tokenizer,
+        "max_prompt_length": max_prompt_length,
+        "max_completion_length": max_completion_length,
+        "columns": columns,
+    }
     rows = tokenize_rows(data, tokenize_row, preference_rows, options, FEATURES, num_proc)
     rows = rows.select(usable_rows(rows["status"], rows["problem"], bad_rows, data))
-    if pairs and not paired:
-        rows = rows.map(unpaired, batched=True, remove_columns=["status", "problem"])
+    data_has_pairs = len(columns) == 2
+    if data_has_pairs and not paired:
+        rows = rows.map(split_pairs, batched=True, remove_columns=["status", "problem"])
     if not paired and len({*rows["label"]}) < 2:
         raise ValueError("all completions have the same label: nothing is preferred to anything")
     return rows
 
 
-def unpaired(batch: dict[str, list]) -> dict[str, list]:
+def split_pairs(batch: dict[str, list]) -> dict[str, list]:
     """Each pair of a batch as two rows with a label."""
-    return {
-        "prompt_ids": [prompt for prompt in batch["prompt_ids"] for _ in range(2)],
-        "completions": [[completion] for both in batch["completions"] for completion in both],
-        "label": [1, -1] * len(batch["label"]),
-    }
+    rows: dict[str, list] = {"prompt_ids": [], "completions": [], "label": []}
+    for prompt, (chosen, rejected) in zip(batch["prompt_ids"], batch["completions"], strict=True):
+        for completion, label in ((chosen, 1), (rejected, -1)):
+            rows["prompt_ids"].append(prompt)
+            rows["completions"].append([completion])
+            rows["label"].append(label)
+    return rows
 
 
 class PreferenceDataset(torch.utils.data.Dataset):
@@ -100,7 +106,9 @@ class PreferenceCollator:
         self, tokenizer: Any, estimator: Estimator, settings: ViewSettings, block_size: int | None = None
     ) -> None:
         self.tokenizer = tokenizer
-        self.estimator, self.settings, self.block_size = estimator, settings, block_size
+        self.estimator = estimator
+        self.settings = settings
+        self.block_size = block_size
 
     def __call__(self, items: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
         longest = max(len(item["prompt_ids"]) for item in items)
@@ -110,24 +118,31 @@ class PreferenceCollator:
 
     def row(self, item: dict[str, Any], side: int, longest: int) -> dict[str, Tensor]:
         """One completion, its prompt padded to `longest` tokens."""
-        canvas, ids = self.settings.gen_length, item["completions"][side]
-        prompt, padding = torch.tensor([item["prompt_ids"]]), longest - len(item["prompt_ids"])
-        completion = torch.tensor([ids + [self.tokenizer.eos_token_id] * (canvas - len(ids))])
-        visible, nothing = torch.ones_like(prompt), torch.zeros(1, canvas)
+        canvas = self.settings.gen_length
+        ids = item["completions"][side]
+        eos_tail = [self.tokenizer.eos_token_id] * (canvas - len(ids))
+        completion = torch.tensor([ids + eos_tail])
+        prompt = torch.tensor([item["prompt_ids"]])
+        visible = torch.ones_like(prompt)
+
+        # Its views, as of a rollout of one row whose sampler is unknown: estimators that replay it cannot be used.
         sampled = SampledRows(
             prompt_ids=prompt,
             attention_mask=visible,
             maskable=visible.bool(),
             canvas_ids=completion,
-            scored=(torch.arange(canvas) < len(ids))[None],
-            reveal_steps=torch.full((1, canvas), -1),  # unknown, so estimators that replay a rollout cannot be used
-            logps=nothing,
-            entropies=nothing,
+            scored=(torch.arange(canvas) < len(ids)).unsqueeze(0),
+            reveal_steps=torch.full((1, canvas), -1),
+            logps=torch.zeros(1, canvas),
+            entropies=torch.zeros(1, canvas),
             blocks=canvas_blocks(visible, canvas, self.block_size),
         )
-        own, of_all = (keyed_generator(*item["key"], side, part) for part in (0, 1))
-        random = Randomness([own], of_all, first_row=0, total_rows=1)
-        views = self.estimator(sampled, random, self.settings)
+        row_generator = keyed_generator(*item["key"], side, 0)
+        shared_generator = keyed_generator(*item["key"], side, 1)
+        randomness = Randomness([row_generator], shared_generator, first_row=0, total_rows=1)
+        views = self.estimator(sampled, randomness, self.settings)
+
+        padding = longest - len(item["prompt_ids"])
         return {
             "prompt_ids": F.pad(prompt[0], (padding, 0), value=self.tokenizer.pad_token_id),
             "prompt_mask": F.pad(visible[0], (padding, 0)),

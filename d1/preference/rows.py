@@ -41,29 +41,33 @@ def answer_columns(features: Features, *, paired: bool) -> dict[str, str]:
         ValueError: the columns have no such answers, or the prompt would be taken from texts next to which a column
             may hold it.
     """
-    held = {answer: name for answer, names in ANSWERS.items() for name in reversed(names) if name in features}
-    pairs: dict[str, str] = {answer: held[answer] for answer in ("chosen", "rejected") if answer in held}
+    column_of: dict[str, str] = {}
+    for answer, names in ANSWERS.items():
+        present = [name for name in names if name in features]
+        if present:
+            column_of[answer] = present[0]
+    if "chosen" in column_of and "rejected" in column_of:
+        pair = {answer: column_of[answer] for answer in ("chosen", "rejected")}
+        check_implicit_prompt(features, pair)
+        return pair
+    if not paired and "completion" in column_of and "label" in features:
+        return {"completion": column_of["completion"]}
     listed = ", ".join(sorted(features))
-    if len(pairs) == 2:
-        check_implicit_prompt(features, pairs)
-        return pairs
-    if not paired and "completion" in held and "label" in features:
-        return {"completion": held["completion"]}
     needed = "chosen and rejected, perhaps with prompt"
     if not paired:
         needed += "; or prompt, completion and label"
     raise ValueError(f"the data has the columns {listed}; needed are {needed}")
 
 
-def check_implicit_prompt(features: Features, pairs: Mapping[str, str]) -> None:
+def check_implicit_prompt(features: Features, pair: Mapping[str, str]) -> None:
     """Refuse (ValueError) pairs of texts without a known prompt column, if another column may hold the prompt."""
-    if any(name in features for name in PROMPTS) or not is_text(features[pairs["chosen"]]):
+    if any(name in features for name in PROMPTS) or not is_text(features[pair["chosen"]]):
         return
-    others = [name for name, feature in features.items() if name not in pairs.values() and may_hold_prompt(feature)]
-    if others:
+    candidates = [name for name, feature in features.items() if name not in pair.values() and may_hold_prompt(feature)]
+    if candidates:
         raise ValueError(
-            f"the data has pairs of texts and no column {', '.join(PROMPTS)}, but {', '.join(sorted(others))}: rename "
-            "the one with the prompt to prompt; if both texts begin with the prompt, remove these columns"
+            f"the data has pairs of texts and no column {', '.join(PROMPTS)}, but {', '.join(sorted(candidates))}: "
+            "rename the one with the prompt to prompt; if both texts begin with the prompt, remove these columns"
         )
 
 
@@ -144,8 +148,9 @@ def split_texts(chosen: str, rejected: str) -> tuple[dict[str, str], dict[str, s
     if chosen == rejected:
         raise ValueError("chosen and rejected are equal")
     texts = (chosen, rejected)
-    pairs = enumerate(zip(chosen, rejected, strict=False))
-    length = next((index for index, (one, other) in pairs if one != other), min(map(len, texts)))
+    length = 0
+    while length < min(len(chosen), len(rejected)) and chosen[length] == rejected[length]:
+        length += 1
     shared = chosen[:length]
     if shared in texts:
         raise ValueError("one text is the beginning of the other, so the prompt is unknown: add a column prompt")
@@ -188,8 +193,10 @@ def continued_transcript(prompt: Any, cell: Any) -> Any:
     part of the answer."""
     if not isinstance(prompt, str) or not isinstance(cell, str):
         return cell
-    goes_on = TRANSCRIPT.match(prompt) and TRANSCRIPT_TURN.search(cell)
-    return f"Assistant:{cell}" if goes_on and not TRANSCRIPT.match(cell) else cell
+    continues = TRANSCRIPT.match(prompt) and TRANSCRIPT_TURN.search(cell)
+    if continues and not TRANSCRIPT.match(cell):
+        return f"Assistant:{cell}"
+    return cell
 
 
 def prompt_messages(row: Mapping[str, Any], filled: Sequence[str]) -> list[Message]:
@@ -209,11 +216,14 @@ def prompt_messages(row: Mapping[str, Any], filled: Sequence[str]) -> list[Messa
 
 def check_prompt(prompt: list[Message], answer: list[Message], name: str) -> list[Message]:
     """The conversation `answer`, with the system message of `prompt`. ValueError if it does not contain the prompt."""
-    systems, turns = split_system(prompt)
-    said = [spoken(message) for message in split_system(answer)[1][:-1]]
-    asked = [spoken(message) for message in turns]
-    if said[: len(asked)] != asked and not (len(asked) == 1 and asked[0] in said):
-        start = asked[0][1][:40] if asked else ""
+    systems, prompt_turns = split_system(prompt)
+    _, answer_turns = split_system(answer)
+    expected = [spoken(message) for message in prompt_turns]
+    before_answer = [spoken(message) for message in answer_turns[:-1]]
+    begins_with_prompt = before_answer[: len(expected)] == expected
+    contains_prompt = len(expected) == 1 and expected[0] in before_answer
+    if not begins_with_prompt and not contains_prompt:
+        start = expected[0][1][:40] if expected else ""
         raise ValueError(f"{name} is a conversation without the prompt {start!r}: remove the prompt, or correct it")
     return with_system(systems, answer)
 
@@ -230,7 +240,9 @@ def with_system(systems: list[Message], messages: list[Message]) -> list[Message
 
 def split_system(messages: list[Message]) -> tuple[list[Message], list[Message]]:
     """The system messages that `messages` begin with, and the others."""
-    start = next((index for index, one in enumerate(messages) if one["role"] not in SYSTEM_ROLES), len(messages))
+    start = 0
+    while start < len(messages) and messages[start]["role"] in SYSTEM_ROLES:
+        start += 1
     return messages[:start], messages[start:]
 
 
@@ -253,8 +265,13 @@ def tokenize_row(
     paired = len(columns) == 2
     try:
         label = 1 if paired else sign_of(row["label"])
-        turns, given = conversations(row, columns), template_options(row)
-        prompts, completions = zip(*(ids_of(turns[name], name, tokenizer, given) for name in turns), strict=True)
+        turns = conversations(row, columns)
+        options = template_options(row)
+        prompts, completions = [], []
+        for name in turns:
+            prompt, completion = ids_of(turns[name], name, tokenizer, options)
+            prompts.append(prompt)
+            completions.append(completion)
         if prompts[0] != prompts[-1]:
             if [*map(spoken, turns["chosen"][:-1])] == [*map(spoken, turns["rejected"][:-1])]:
                 raise ValueError(
@@ -265,11 +282,12 @@ def tokenize_row(
             raise ValueError("chosen and rejected are equal")
         if len(prompts[0]) > max_prompt_length:
             raise ValueError(f"the prompt has {len(prompts[0])} tokens, more than --max_prompt_length")
-        if (longest := max(map(len, completions))) > max_completion_length:
+        longest = max(map(len, completions))
+        if longest > max_completion_length:
             raise ValueError(f"a completion of {longest} tokens is longer than --max_completion_length")
     except Exception as error:  # a chat template may raise anything
         return {"prompt_ids": [], "completions": [], "label": 0, "status": "bad", "problem": describe_row_error(error)}
-    return {"prompt_ids": prompts[0], "completions": [*completions], "label": label, "status": "ok", "problem": ""}
+    return {"prompt_ids": prompts[0], "completions": completions, "label": label, "status": "ok", "problem": ""}
 
 
 def sign_of(label: Any) -> int:

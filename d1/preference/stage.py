@@ -23,8 +23,16 @@ from d1.scoring import ESTIMATORS, ViewSettings
 logger = logging.getLogger(__name__)
 
 ON_RESUME = on_resume(
-    *("max_prompt_length", "max_completion_length", "estimator", "num_views", "spread", "antithetic"),  # rows and views
-    *("method", "beta"),  # the loss and the reference
+    # The rows and the views.
+    "max_prompt_length",
+    "max_completion_length",
+    "estimator",
+    "num_views",
+    "spread",
+    "antithetic",
+    # The loss and the reference.
+    "method",
+    "beta",
     "adam_beta2",
     free=("save_steps", "views_at_once"),
 )
@@ -46,14 +54,25 @@ def prepare(
     require_masks(config, "preference training")
     method = METHODS[args.method]
     with training.main_process_first(local=False, desc="tokenising"):  # the others read its cache
-        given = load_rows(args.train_data), tokenizer, args.max_prompt_length, args.max_completion_length
-        rows = token_rows(*given, paired=method.paired, bad_rows=args.bad_rows, num_proc=args.num_proc)
+        rows = token_rows(
+            load_rows(args.train_data),
+            tokenizer,
+            args.max_prompt_length,
+            args.max_completion_length,
+            paired=method.paired,
+            bad_rows=args.bad_rows,
+            num_proc=args.num_proc,
+        )
     longest = max(map(len, rows["prompt_ids"]))
     check_room(config, longest, args.max_completion_length, ": lower --max_prompt_length or --max_completion_length")
     cap_batch(training, len(rows))
     estimator = ESTIMATORS[str(args.estimator)]
-    how: dict[str, Any] = {"antithetic": args.antithetic, "stratified": args.spread == "even"}
-    settings = ViewSettings(gen_length=args.max_completion_length, num_views=args.num_views, **how)
+    settings = ViewSettings(
+        gen_length=args.max_completion_length,
+        num_views=args.num_views,
+        antithetic=args.antithetic,
+        stratified=args.spread == "even",
+    )
     if training.should_save:
         kind = "pairs" if method.paired else "completions"
         logger.info("%d %s, %d views of each completion", len(rows), kind, estimator.views(settings))

@@ -75,12 +75,15 @@ class PreferenceTrainer(SummingTrainer, Trainer):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        self.method, self.beta, self.mask_token_id, self.views_at_once = method, beta, mask_token_id, views_at_once
+        self.method = method
+        self.beta = beta
+        self.mask_token_id = mask_token_id
+        self.views_at_once = views_at_once
         if reference is None and not hasattr(self.model, "peft_config"):
             raise ValueError("without a LoRA adapter to turn off, preference training needs a reference model")
-        self.reference_model = None if reference is None else self.prepared(reference)
+        self.reference_model = None if reference is None else self.prepare_reference(reference)
 
-    def prepared(self, reference: Any) -> Any:
+    def prepare_reference(self, reference: Any) -> Any:
         """A frozen model, placed or split over processes like the trained one."""
         disable_dropout_in_model(reference)
         if self.is_deepspeed_enabled:
@@ -118,21 +121,28 @@ class PreferenceTrainer(SummingTrainer, Trainer):
     def ratios(self, bounds: Tensor, batch: dict[str, Tensor]) -> Tensor:
         """(rows,) the policy's `bounds` less the reference's, per token of the canvas if the method says so."""
         ratios = bounds - batch["reference"]
-        return ratios / batch["canvas_ids"].shape[1] if self.method.per_canvas_token else ratios
+        if self.method.per_canvas_token:
+            return ratios / batch["canvas_ids"].shape[1]
+        return ratios
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list, Any]:
         """The step's micro-batches, with `reference` bounds (rows,) and the `centre` that the method subtracts."""
-        found, count = super().get_batch_samples(*args, **kwargs)
-        batches = [self.on_device(batch) for batch in found]
-        with torch.no_grad():
-            with self.reference() as model:
-                for batch in batches:
-                    batch["reference"] = self.bounds(model, batch)
-            # KTO's centre is the mean over the whole step, so it takes a pass of its own over all micro-batches.
-            total = torch.zeros((), device=self.args.device)
-            for batch in batches if self.method.centred else []:
-                total = total + self.ratios(self.bounds(self.model, batch), batch)[batch["labels"] != IGNORED].sum()
-            centre = self.accelerator.reduce(total, "sum") / count if batches else total
+        host_batches, count = super().get_batch_samples(*args, **kwargs)
+        batches = [self.on_device(batch) for batch in host_batches]
+        if not batches:
+            return batches, count
+        with torch.no_grad(), self.reference() as model:
+            for batch in batches:
+                batch["reference"] = self.bounds(model, batch)
+
+        # KTO's centre is the mean over the whole step, so it takes a pass of its own over all micro-batches.
+        total = torch.zeros((), device=self.args.device)
+        if self.method.centred:
+            for batch in batches:
+                with torch.no_grad():
+                    ratios = self.ratios(self.bounds(self.model, batch), batch)
+                total = total + ratios[batch["labels"] != IGNORED].sum()
+        centre = self.accelerator.reduce(total, "sum") / count
         return [batch | {"centre": centre} for batch in batches], count
 
     def compute_loss(
@@ -143,14 +153,18 @@ class PreferenceTrainer(SummingTrainer, Trainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         """The batch's share of the step's loss, times the number of processes, over which gradients are averaged."""
-        bounds, labels = self.bounds(model, inputs), inputs["labels"]
-        ratios, real = self.ratios(bounds, inputs), inputs["labels"] != IGNORED
+        labels = inputs["labels"]
+        is_row = labels != IGNORED
+        bounds = self.bounds(model, inputs)
+        ratios = self.ratios(bounds, inputs)
         losses = LOSSES[self.method.loss](ratios - inputs["centre"], labels, self.beta)
-        items = real.sum() if num_items_in_batch is None else num_items_in_batch
+
         # An empty row has a loss of 0, but a path to the weights: DDP needs every gradient.
-        loss = losses.where(real, 0.0).sum() / items * self.accelerator.num_processes
+        items = is_row.sum() if num_items_in_batch is None else num_items_in_batch
+        loss = losses.where(is_row, 0.0).sum() / items * self.accelerator.num_processes
+
         self.require_finite(loss.detach(), lambda: self.nonfinite_rows(inputs, bounds.detach()))
-        self.count(inputs, bounds.detach(), ratios.detach(), real)
+        self.add_metrics(inputs, bounds.detach(), ratios.detach(), is_row)
         return (loss, {"losses": losses}) if return_outputs else loss
 
     def nonfinite_rows(self, batch: dict[str, Tensor], bounds: Tensor) -> list[dict[str, Any]]:
@@ -160,21 +174,23 @@ class PreferenceTrainer(SummingTrainer, Trainer):
         rows = [{"text": text, "bound": bound, "reference": reference} for text, bound, reference in columns]
         return [row for row in rows if not math.isfinite(row["bound"] - row["reference"])] or rows
 
-    def count(self, batch: dict[str, Tensor], bounds: Tensor, ratios: Tensor, real: Tensor) -> None:
+    def add_metrics(self, batch: dict[str, Tensor], bounds: Tensor, ratios: Tensor, is_row: Tensor) -> None:
         """Add a micro-batch to `sums`: each side's rewards and bounds, and how often the preferred side won."""
         signs = batch["labels"]
-        self.add("items", real)
+        self.add("items", is_row)
         if self.method.paired:
             chosen, rejected = ratios.chunk(2)
-            self.add("right", (chosen > rejected) & real)
-            real, signs = torch.cat([real, real]), torch.cat([signs, -signs])
+            self.add("right", (chosen > rejected) & is_row)
+            # The rejected completions follow the chosen ones.
+            is_row = torch.cat([is_row, is_row])
+            signs = torch.cat([signs, -signs])
         else:
-            self.add("right", ((ratios - batch["centre"]) * signs > 0) & real)
+            self.add("right", ((ratios - batch["centre"]) * signs > 0) & is_row)
         for side, sign in (("chosen", 1), ("rejected", -1)):
-            here = (signs == sign) & real
-            self.add(f"n/{side}", here)
-            self.add(f"rewards/{side}", self.beta * ratios * here)
-            self.add(f"logps/{side}", bounds * here)
+            on_side = (signs == sign) & is_row
+            self.add(f"n/{side}", on_side)
+            self.add(f"rewards/{side}", self.beta * ratios * on_side)
+            self.add(f"logps/{side}", bounds * on_side)
 
     def means(self, sums: dict[str, float]) -> dict[str, float]:
         names = [f"{kind}/{side}" for side in ("chosen", "rejected") for kind in ("rewards", "logps")]
