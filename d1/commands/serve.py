@@ -149,7 +149,14 @@ def run(args: ServeFlags) -> None:
     args = resolve_canvas(args, folder, masks_for="the server")
 
     server = server_of(args, folder, tokenizer)
-    program = uvicorn.Server(uvicorn.Config(make_app(server), log_level="warning"))
+
+    class Program(uvicorn.Server):
+        def handle_exit(self, sig: int, frame: Any) -> None:
+            """At the end, the requests that were taken are finished, also those of a paused engine."""
+            server.engine.resume()
+            super().handle_exit(sig, frame)
+
+    program = Program(uvicorn.Config(make_app(server), log_level="warning"))
     gc.collect()
     gc.freeze()  # else the garbage collector looks through the libraries whenever a large request makes many objects
     with named_address(args.host, args.port):

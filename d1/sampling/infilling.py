@@ -18,7 +18,7 @@ from d1.sampling.record import Canvas, Rollout, Step, rollout_of
 from d1.sampling.reveal import block_schedule
 from d1.sampling.rollouts import check_generator
 from d1.sampling.samplers import make_sampler
-from d1.sampling.settings import BLOCK_LENGTH, SamplingSettings, default_steps, refuse_scdd
+from d1.sampling.settings import BLOCK_LENGTH, SamplingSettings, check_sampler, default_steps, refuse_scdd
 
 logger = logging.getLogger(__name__)
 
@@ -59,8 +59,8 @@ def infill_steps(
     """`infill`, as an iterator of one `Step` per forward pass. After the last step the canvas is whole.
 
     Args:
-        block_length: how many hidden positions form a block; None is 32. In a block-causal model, those of each of its
-            own blocks form a block.
+        block_length: how many hidden positions form a block, at most; None is 32. In a block-causal model, those of
+            each of its own blocks form a block.
         steps: forward passes per row; a row with fewer hidden tokens takes one per token. None: one per token.
         generator: one for the batch, or one per row, which makes a row's draws independent of its batch.
         fields: other fields of `SamplingSettings`, except `gen_length`. In the unconditional branch of guidance, all
@@ -104,8 +104,13 @@ def infill_steps(
         for row in rows:
             if size is None:
                 progress[row].schedule = settings.schedule()
-            else:
-                progress[row].schedule = block_schedule(sizes, settings.steps)
+                continue
+            if settings.steps < len(sizes):
+                raise ValueError(
+                    f"steps must be at least {len(sizes)}, one for each of the model's blocks with hidden positions, "
+                    f"not {settings.steps}"
+                )
+            progress[row].schedule = block_schedule(sizes, settings.steps)
 
     # Text after the blocks with hidden positions is not read.
     first = block.masked_fill(~holes, block.shape[1]).amin(1, keepdim=True)
@@ -149,6 +154,7 @@ def infill_settings(config: Any, count: int, **fields: Any) -> SamplingSettings:
     if steps is None:
         steps = default_steps(count, block_length, tokens_per_step=1)
     settings = SamplingSettings(gen_length=count, block_length=block_length, steps=min(steps, count), **chosen)
+    settings = settings.for_model(config)
     refuse_scdd(settings, "filling in")
     if settings.cache is not None:
         raise ValueError(
@@ -160,6 +166,7 @@ def infill_settings(config: Any, count: int, **fields: Any) -> SamplingSettings:
             f"this {config.model_type} has blocks of {model_block} tokens, whose hidden positions are filled together: "
             f"block_length must be {model_block} or left out, not {settings.block_length}"
         )
+    check_sampler(settings, config)
     return settings
 
 

@@ -99,6 +99,10 @@ def rollout_steps(
         raise ValueError(f"sampling got both settings and {', '.join(fields)}: put all of them into the settings")
 
     # Refuse what makes no sense at the call, not at the first step.
+    if not len(prompt_ids):
+        raise ValueError("there is no row to sample")
+    if stops is not None and not eos_token_ids:
+        raise ValueError("stops needs eos_token_ids: their first id fills the blocks after a stop")
     settings = settings.for_model(model.config)
     check_generator(settings, generator, len(prompt_ids), eos_token_ids)
     check_sampler(settings, model.config, other_blocks)

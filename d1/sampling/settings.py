@@ -288,7 +288,9 @@ class SamplingSettings:
     @property
     def max_writes(self) -> int:
         """How often a position of the canvas may be written, at most: in every pass of its block."""
-        return 1 if self.edits is None else max(2, self.block_length + self.post_steps)
+        if self.edits is None:
+            return 1
+        return max(2, min(self.block_length, self.gen_length) + self.post_steps)
 
     @property
     def passes_per_block(self) -> int:

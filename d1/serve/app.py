@@ -158,7 +158,7 @@ def sglang_routes(server: Server) -> Any:
             folder = await asyncio.to_thread(weights_below, server.weights_dir, body.model_path)
             assert server.loader is not None
             load = partial(server.loader.load, folder)
-            update = engine.replace_model(load, body.weight_version or str(folder))
+            update = engine.replace_model(load, body.weight_version or str(folder), source=str(folder))
             await asyncio.shield(asyncio.wrap_future(update))  # it continues if the client leaves
         except Exception as error:
             known = {QueueFull: 429, ConnectionError: 503}

@@ -281,7 +281,7 @@ class RolloutServer:
     def is_local(self) -> bool:
         """Whether the address is one of this machine."""
         host = urlsplit(self.url).hostname
-        return host in ("localhost", socket.gethostname()) or str(host).startswith("127.")
+        return host in ("localhost", "::1", socket.gethostname()) or str(host).startswith("127.")
 
     def ask(self, method: str, path: str, body: Any = None, seconds: float = PATIENCE) -> Any:
         """The answer to a request. Raises Unavailable, or ValueError with the server's words."""

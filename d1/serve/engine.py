@@ -135,7 +135,9 @@ class Row:
     prompt_width: int = 0  # as in `Lane`
     after: int = 0  # as in `Lane`
     number: int = -1
+    began_again: bool = field(default=False, init=False)  # after a failure
     streamed: int = field(default=0, init=False)  # tokens of full blocks
+    told: set[int] = field(default_factory=set, init=False)  # positions of `Revealed`, if it watches "steps"
 
     @property
     def lane(self) -> Lane:
@@ -196,7 +198,19 @@ def loaded(folder: Path, model: Any) -> Any:
     return set_compile(new, compile_of(model))
 
 
+@dataclass(frozen=True)
+class WeightUpdate:
+    """New weights that wait until no row is at work."""
+
+    load: Callable[[Any], Any]  # the present model -> the new one
+    version: str
+    source: str  # where they are from
+    done: Future[None] = field(default_factory=Future)
+
+
 # --- The engine: its public methods, which any thread may call, and the thread that samples ---------------------------
+
+PAUSED = "rows are paused in mid-completion: continue them first"
 
 
 class Engine:
@@ -209,7 +223,7 @@ class Engine:
         self.changed = threading.Condition()  # guards all that follows, up to `lanes`
         self.waiting: deque[Row] = deque()
         self.dropped: set[int] = set()  # rows at work that leave before the next pass
-        self.update: tuple[Callable[[Any], Any], str, Future[None]] | None = None
+        self.update: WeightUpdate | None = None
         self.paused = self.closing = False
         self.over = ""  # why no rows are taken any more
         self.rows: dict[int, Row] = {}  # at work; only the engine's thread removes them
@@ -244,31 +258,38 @@ class Engine:
             self.changed.notify()
 
     def pause(self) -> None:
-        """Stops sampling after the current pass (with a cache: block), until `resume`; new rows wait."""
+        """Stops sampling after the current pass (with a cache: block), until `resume`; new rows wait. An update that
+        waits for rows at work fails: they would not end."""
+        update = None
         with self.changed:
             self.paused = True
+            if self.update is not None and not self.can_update:
+                update = self.update
+                self.update = None
+        if update is not None:
+            update.done.set_exception(ValueError(PAUSED))
 
     def resume(self) -> None:
         with self.changed:
             self.paused = False
             self.changed.notify()
 
-    def replace_model(self, load: Callable[[Any], Any], version: str) -> Future[None]:
+    def replace_model(self, load: Callable[[Any], Any], version: str, source: str = "") -> Future[None]:
         """Replaces the model by `load(model)` once no row is at work; new rows wait until then. If `load` raises, the
-        future does, and the old model stays. A second call for the same version gets the same future. Raises QueueFull
-        during an update to another version, ValueError if rows are paused, ConnectionError after the engine's end."""
+        future does, and the old model stays. A second call with the same `source`, the place of the weights, and
+        version gets the same future. Raises QueueFull during another update, ValueError if rows are paused,
+        ConnectionError after the engine's end."""
         with self.changed:
             self.check_serves()
             if self.update is not None:
-                if self.update[1] == version:
-                    return self.update[2]
+                if (self.update.source, self.update.version) == (source, version):
+                    return self.update.done
                 raise QueueFull("another update of the weights is under way: try again later")
             if self.paused and self.rows.keys() - self.dropped:
-                raise ValueError("rows are paused in mid-completion: continue them first")
-            done: Future[None] = Future()
-            self.update = load, version, done
+                raise ValueError(PAUSED)
+            self.update = WeightUpdate(load, version, source)
             self.changed.notify()
-            return done
+            return self.update.done
 
     def close(self) -> None:
         """Ends the thread, which stops all rows; no rows are taken any more."""
@@ -297,7 +318,7 @@ class Engine:
                 self.over, update, self.update = over, self.update, None
                 rows = [*self.waiting, *(row for number, row in self.rows.items() if number not in self.dropped)]
             if update is not None:
-                update[2].set_exception(ConnectionError(over))
+                update.done.set_exception(ConnectionError(over))
             for row in rows:
                 row.tell(Stopped(over))
 
@@ -344,8 +365,8 @@ class Engine:
         return new
 
     def guarded(self, key: Lane, work: Callable[[Lane], None]) -> None:
-        """Does the work of a lane. If it fails, e.g. out of memory, each of the lane's rows begins again by itself, and
-        stops with the error if it fails once more. A batch of its own stops as a whole."""
+        """Does the work of a lane. If it fails, e.g. out of memory, each of the lane's rows begins again by itself, a
+        batch of its own as a whole. A row that fails once more stops with the error."""
         try:
             work(key)
         except Exception as error:
@@ -357,12 +378,16 @@ class Engine:
                 for row in rows:
                     del self.rows[row.number]
                     self.dropped.discard(row.number)
-                if again := len(failed) > 1 and not key.prompt_width:
-                    for row in failed:
-                        row.own, row.streamed = f"alone {row.number}", 0
-                    self.waiting.extendleft(reversed(failed))
-            for row in () if again else failed:
-                row.tell(Stopped(f"sampling failed: {type(error).__name__}: {error}", status=500))
+                first_failures = [row for row in failed if not row.began_again]
+                for row in first_failures:
+                    row.began_again = True
+                    row.streamed = 0
+                    if not key.prompt_width:
+                        row.own = f"alone {row.number}"
+                self.waiting.extendleft(reversed(first_failures))
+            for row in failed:
+                if row not in first_failures:
+                    row.tell(Stopped(f"sampling failed: {type(error).__name__}: {error}", status=500))
             if self.model.device.type == "cuda":
                 torch.cuda.synchronize()  # fails where the GPU does not work any more, which ends the engine
 
@@ -434,30 +459,44 @@ class Engine:
 
     def exchange_model(self) -> None:
         """Does the update and answers its future. If it fails, the old model stays."""
-        assert self.update is not None
-        (load, version, done), self.lanes, failure = self.update, {}, None
+        update = self.update
+        assert update is not None
+        self.lanes = {}
         gc.collect()  # an earlier model may be left in a reference cycle
+        failure: Exception | None = None
         try:
-            self.model, self.version = load(self.model).to(self.model.device), version
+            self.model = update.load(self.model).to(self.model.device)
+            self.version = update.version
         except Exception as error:
             traceback.clear_frames(error.__traceback__)  # they hold what was loaded
             failure = error
         with self.changed:
             self.update = None
         if failure is None:
-            done.set_result(None)
+            update.done.set_result(None)
         else:
-            done.set_exception(failure)
+            update.done.set_exception(failure)
 
 
 def tell_step(rows: Sequence[Row], step: Step) -> None:
-    """Tells the `rows` that watch their steps what a forward pass revealed."""
+    """Tells the `rows` that watch their steps what a forward pass revealed. A row that began again is told about each
+    position once."""
     for number, index in enumerate(step.rows.tolist()):
-        row, kept = rows[index], step.revealed[number]
-        if row.watches == "steps":
-            tensors = step.positions, step.ids, step.logps, step.entropies
-            positions, ids, logps, entropies = (of[number][kept].tolist() for of in tensors)
-            if not all(map(math.isfinite, (*logps, *entropies))):  # the error is told when the row leaves
-                continue
-            first, tokens = step.canvas.shape[1] - row.settings.gen_length, int(step.forward_tokens[index])
-            row.tell(Revealed([position - first for position in positions], ids, logps, entropies, tokens))
+        row = rows[index]
+        if row.watches != "steps":
+            continue
+        start = step.canvas.shape[1] - row.settings.gen_length  # of the completion
+        news = step.revealed[number]
+        if row.began_again:
+            was_told = [position - start in row.told for position in step.positions[number].tolist()]
+            news = news & ~torch.tensor(was_told, device=news.device)
+        positions = [position - start for position in step.positions[number][news].tolist()]
+        logps = step.logps[number][news].tolist()
+        entropies = step.entropies[number][news].tolist()
+        if not all(map(math.isfinite, (*logps, *entropies))):  # the error is told when the row leaves
+            continue
+        if row.began_again and not positions:
+            continue
+        row.told.update(positions)
+        ids = step.ids[number][news].tolist()
+        row.tell(Revealed(positions, ids, logps, entropies, int(step.forward_tokens[index])))

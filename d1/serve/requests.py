@@ -55,6 +55,8 @@ class Strict(BaseModel):
 
 
 GREEDY = {"top_k": 0, "top_p": 1.0, "record_as_sampled": False}  # what temperature 0 needs
+# What a sampler has of its own.
+OF_SAMPLER = ("kv_cache", "reveal", "reveal_level", "edit_threshold", "max_post_steps", "editing")
 HINTS = {name: hint for name, hint in get_type_hints(SamplingSettings).items() if name != "gen_length"}
 LIMITS: dict[Any, float] = {float: LARGEST, float | None: LARGEST, int: LARGEST_INTEGER, int | None: LARGEST_INTEGER}
 # The fields of `SamplingSettings`, all of which a request may leave to the server's flags.
@@ -265,26 +267,42 @@ class Server:
     def settings(self, body: Any, gen_length: int | None) -> SamplingSettings:
         """A request's settings; the server's defaults fill in what it leaves out. Raises ValueError if they make no
         sense."""
-        given = {name: value for name in HINTS if (value := getattr(body, name)) is not None}
-        own = self.defaults
-        length = own.gen_length if gen_length is None else gen_length
-        most = min(self.room, self.max_gen_length or self.room)
-        if not 1 <= length <= most:
-            raise ValueError(f"a canvas must have at least 1 token and at most {most}, not {length}")
-        if given.get("block_length", 1) > self.room:
-            raise ValueError(f"block_length must be at most {self.room}, got {given['block_length']}")
-        values = asdict(own) | {"gen_length": length} | given
-        # A default that contradicts the request is left out; steps keep their share of the canvas.
-        if not given.get("temperature", own.temperature):
-            values |= {name: value for name, value in GREEDY.items() if name not in given}
-        if "sampler" in given:
-            values |= {name: None for name in ("kv_cache", "reveal", "reveal_level") if name not in given}
-        if "steps" not in given and values["block_length"] >= 1:
-            causal = own.first_token == "causal"
-            steps = default_steps(length, values["block_length"], causal)
-            if own.steps != default_steps(own.gen_length, own.block_length, causal):
-                blocks = -(-length // values["block_length"])
-                steps = max(round(length * own.steps / own.gen_length), blocks)
+        requested: dict[str, Any] = {}
+        for name in HINTS:
+            value = getattr(body, name)
+            if value is not None:
+                requested[name] = value
+        defaults = self.defaults
+        length = defaults.gen_length if gen_length is None else gen_length
+        max_length = min(self.room, self.max_gen_length or self.room)
+        if not 1 <= length <= max_length:
+            raise ValueError(f"a canvas must have at least 1 token and at most {max_length}, not {length}")
+        if requested.get("block_length", 1) > self.room:
+            raise ValueError(f"block_length must be at most {self.room}, got {requested['block_length']}")
+
+        # A default that contradicts the request is left out.
+        values = asdict(defaults) | {"gen_length": length}
+        if not requested.get("temperature", defaults.temperature):
+            values |= GREEDY
+        if "sampler" in requested:
+            values |= dict.fromkeys(OF_SAMPLER)
+        elif "reveal" in requested and requested["reveal"] != defaults.rule:
+            values["reveal_level"] = None
+            if defaults.editing is not None:  # its level is one of the rule threshold
+                values["editing"] = None
+            if defaults.edit_threshold is None and "edit_threshold" not in requested:
+                values["max_post_steps"] = None
+        values |= requested
+
+        # Steps keep their share of the canvas.
+        block_length = values["block_length"]
+        if "steps" not in requested and block_length >= 1:
+            is_causal = values["first_token"] == "causal"
+            steps = default_steps(length, block_length, is_causal)
+            was_causal = defaults.first_token == "causal"
+            if defaults.steps != default_steps(defaults.gen_length, defaults.block_length, was_causal):
+                fewest = default_steps(length, block_length, is_causal, tokens_per_step=length)
+                steps = max(round(length * defaults.steps / defaults.gen_length), fewest)
             values["steps"] = min(steps, length)
         settings = SamplingSettings(**values).for_model(self.engine.model.config)
         refuse_scdd(settings, "a server")
@@ -328,6 +346,10 @@ class Server:
         rids = rid if isinstance(rid, list) else [rid] if count == 1 else [f"{rid}-{row}" for row in range(count)]
         if len(rids) != count:
             raise ValueError(f"{count} completions need as many rid, got {len(rids)}")
+        if params.ignore_eos and params.stop_token_ids:
+            raise ValueError("stop_token_ids would be ignored: leave out ignore_eos, or give eos_stop instead")
+        if params.eos_stop and not params.ignore_eos:
+            raise ValueError("eos_stop would be ignored: it is for ignore_eos; without it, give stop_token_ids")
         ends = params.eos_stop if params.ignore_eos else [*end_ids(self.tokenizer), *params.stop_token_ids]
         rows = self.rows(prompts, rids, self.settings(params, params.max_new_tokens), ends, params.sampling_seed)
         if body.padded_to is not None:
@@ -356,7 +378,7 @@ class Server:
         length = body.max_tokens
         if isinstance(body, Chat):
             chats = [{"role": one.role, "content": plain(one.content)} for one in body.messages]
-            self.check_characters(sum(len(one["content"]) for one in chats))
+            self.check_characters(sum(len(one["role"]) + len(one["content"]) for one in chats))
             prompts: list[Any] = [render_prompt(self.tokenizer, chats)]
             length = length if body.max_completion_tokens is None else body.max_completion_tokens
         else:

@@ -109,6 +109,7 @@ class PolicyServers:
     def any_server_alive(self) -> bool:
         """False while no server answers. Raises ConnectionError, which names the last checkpoint, after `patience`."""
         if not all(server.problem for server in self.servers):
+            self.silent_since = None
             return True
         now = time.monotonic()
         self.silent_since = now if self.silent_since is None else self.silent_since
@@ -278,7 +279,7 @@ def watch(queue: SimpleQueue[Part | None], held: dict[RolloutServer, Part], over
         for server in [*held]:
             try:
                 server.ask("GET", "/model_info", seconds=CONNECT)
-            except Unavailable as error:
+            except Exception as error:  # no answer, or one that makes no sense
                 if part := held.pop(server, None):
                     take_out(server, error)
                     queue.put(part)

@@ -140,9 +140,16 @@ class WeightsFolder:
         if self.path is None:
             sent = [weight for weight in model.parameters() if weight.requires_grad or merges or not has_adapter]
             size = sum(getattr(weight, "ds_numel", weight.numel()) * weight.element_size() for weight in sent)
-            # An engine reads any folder of its own machine; on another machine, the run's folder must be shared.
-            shared = [str(self.output_dir)]
-            folders = [shared if one.folders is None and not one.is_local else one.folders for one in known]
+            # An engine reads any folder of its own machine. On another machine, the run's folder must be shared, and a
+            # RAM disk is not the one of this machine.
+            folders: list[list[str] | None] = []
+            for server in known:
+                if server.is_local:
+                    folders.append(server.folders)
+                elif server.folders is None:
+                    folders.append([str(self.output_dir)])
+                else:
+                    folders.append([name for name in server.folders if not Path(name).is_relative_to(RAM_DISK)])
             # The name is a function of the run, so that a resume removes what a killed run left.
             name = "d1-weights-" + hashlib.sha256(str(self.output_dir).encode()).hexdigest()[:12] + self.part
             self.path = folder_with_room(self.output_dir, folders, size) / name

@@ -49,6 +49,18 @@ def test_a_signal_ends_it_after_the_last_answer(tiny_model_dir, tmp_path):
             requests.get(f"{url}/health", timeout=60)
 
 
+def test_a_signal_ends_a_paused_server_after_the_last_answer(tiny_model_dir, tmp_path):
+    with started(tiny_model_dir, tmp_path) as (process, url):
+        requests.post(f"{url}/pause_generation", json={"mode": "in_place"}, timeout=60)
+        curl = ["curl", "-s", f"{url}/generate", "-H", "Content-Type: application/json", "-d", json.dumps(PROMPT)]
+        asked = subprocess.Popen(curl, stdout=subprocess.PIPE)
+        while "d1_rows_waiting 1\n" not in requests.get(f"{url}/metrics", timeout=60).text:
+            assert process.is_alive()
+        process.terminate()
+        assert len(json.loads(asked.communicate(timeout=60)[0])["output_ids"]) == 200
+        forks.finish([process], tmp_path / "log", timeout=60)
+
+
 def test_it_listens_locally_and_a_busy_port_is_named_before_the_model_is_loaded(tmp_path):
     assert make_parser().parse_args(["serve", "m"]).host == "127.0.0.1"
     nothing = str(tmp_path / "no model")

@@ -8,16 +8,19 @@ import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from queue import SimpleQueue
+from types import SimpleNamespace
 
 import pytest
 import torch
 from peft import LoraConfig
 from safetensors.torch import load_file
 
+from d1.models import load_model
 from d1.rl.trainer import DiffuGRPOTrainer
 from d1.serve import KEY, rollouts
 from d1.serve.client import RolloutServer
-from d1.serve.weights import folder_with_room
+from d1.serve.weights import WeightsFolder, folder_with_room
 from d1.tools.calls import FORMATS
 from tests.d1.rl.fleet import LIMIT, Fleet, trainers
 from tests.d1.rl.tool_runs import make_turns
@@ -224,6 +227,51 @@ def test_a_server_asks_for_the_key(fleet, monkeypatch):
     monkeypatch.delenv(KEY)
     with pytest.raises(ValueError, match=f"401.*set {KEY}"):
         RolloutServer(fleet.url(0)).prepare(3, None)
+
+
+def test_patience_counts_from_the_last_answer(monkeypatch, tmp_path):
+    """A server that is silent now and then, each time for less than the patience."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(rollouts, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    servers = object.__new__(rollouts.PolicyServers)
+    servers.servers, servers.patience = [RolloutServer("http://127.0.0.1:1")], 2.0
+    servers.silent_since, servers.last_reminder, servers.folder = None, -rollouts.REMIND, WeightsFolder(tmp_path)
+    for clock.now, problem in ((0.0, "silent"), (1.0, None), (3.0, "silent"), (4.9, "silent")):
+        servers.servers[0].problem = problem
+        assert servers.any_server_alive() is (problem is None)
+    clock.now = 5.0
+    with pytest.raises(ConnectionError, match="has answered for 2 seconds: silent"):
+        servers.any_server_alive()
+
+
+def test_a_server_whose_answers_make_no_sense_gives_back_its_part(monkeypatch):
+    monkeypatch.setattr(rollouts, "WATCH", 0.01)
+    server = RolloutServer("http://127.0.0.1:1")
+    server.problem = None
+    monkeypatch.setattr(server, "ask", lambda *_, **__: int("no number"))
+    parts: SimpleQueue = SimpleQueue()
+    over = threading.Event()
+    watcher = threading.Thread(target=rollouts.watch, args=(parts, {server: "the part"}, over), daemon=True)
+    watcher.start()
+    assert parts.get(timeout=60) == "the part"
+    assert "invalid literal" in str(server.problem)
+    over.set()
+    watcher.join(60)
+
+
+@pytest.mark.parametrize(("url", "is_there"), [("http://127.0.0.1:1", True), ("http://[::1]:1", True)])
+def test_this_machines_addresses_are_local(url, is_there):
+    assert RolloutServer(url).is_local is is_there
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="needs a RAM disk")
+def test_a_server_of_another_machine_reads_no_ram_disk_of_this_one(tiny_model_dir, tmp_path):
+    model = load_model(tiny_model_dir)
+    folder = WeightsFolder(tmp_path / "run")
+    server = RolloutServer("http://203.0.113.1:1")
+    server.folders = ["/dev/shm", str(tmp_path)]
+    assert folder.write(model, "0", [server]).is_relative_to(tmp_path / "run")
+    folder.remove()
 
 
 def test_weights_lie_where_all_servers_read_and_there_is_room(tmp_path):

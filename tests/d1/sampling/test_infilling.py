@@ -70,6 +70,9 @@ def test_a_block_model_says_that_it_sees_no_text_behind(kind_dirs, caplog):
     caplog.clear()
     infill(model, ids[:, :8], hidden[:, :8], mask_token_id=MASK)
     assert not caplog.text  # the rest belongs to its own block
+    hidden[0, 1] = True
+    with pytest.raises(ValueError, match="steps must be at least 2, one for each of the model's blocks"):
+        infill_steps(model, ids, hidden, mask_token_id=MASK, steps=1)
     with pytest.raises(ValueError, match="block_length must be 4 or left out, not 3"):
         infill(model, ids, hidden, mask_token_id=MASK, block_length=3)
 
@@ -84,6 +87,9 @@ def test_a_block_model_says_that_it_sees_no_text_behind(kind_dirs, caplog):
         ({"steps": 1}, "between 2 and 6 steps, got 1"),
         ({"sampler": "cached"}, "hidden positions may be anywhere: use the sampler exact or parallel"),
         ({"generator": [keyed_generator(0)] * 2}, "one generator per row"),
+        ({"stop_entropy": 0.1}, "stop_entropy 0.1 is for models with uniform noise"),
+        ({"output": "draw"}, "output draw is for models with uniform noise"),
+        ({"first_token": "causal"}, "for models with a causal context"),
     ],
 )
 def test_what_makes_no_sense_is_refused_before_the_first_pass(kind_dirs, change, message):

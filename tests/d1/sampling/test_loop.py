@@ -355,9 +355,15 @@ def test_a_model_that_was_not_prepared_is_refused_before_its_first_pass(sample):
         ({"generator": [keyed_generator(0)]}, "one generator per row"),
         ({"temperature": 1.0, "sampler": "parallel", "generator": keyed_generator(0)}, "a list of generators, one per"),
         ({"remasking": "random", "eos_token_ids": [2]}, "a list of generators, one per row"),
+        ({"stops": lambda ids: True}, "stops needs eos_token_ids"),
     ],
 )
 def test_bad_arguments_are_refused_before_the_first_forward_pass(change, message):
     ids, mask = make_prompts([4, 2], 0)
     with pytest.raises(ValueError, match=message):
         rollout_steps(prepare(bare()), ids, mask, **GOOD | change)
+
+
+def test_a_rollout_of_no_rows_is_refused():
+    with pytest.raises(ValueError, match="there is no row to sample"):
+        rollout(prepare(bare()), *(torch.zeros(0, 4).long() for _ in range(2)), **GOOD)

@@ -77,6 +77,11 @@ def test_what_is_not_said_is_the_tables_default(changes, in_use):
     assert chosen.max_passes() == 6 + 3 * in_use[-1]
 
 
+def test_the_writes_of_an_edited_position_are_no_more_than_the_passes_of_its_block():
+    settings = SamplingSettings(16, 10**9, 8, sampler="parallel", edit_threshold=0.5, max_post_steps=3)
+    assert settings.max_writes == 16 + 3
+
+
 def test_settings_know_whether_they_draw_from_what_and_what_they_record():
     """At temperature 0 nothing is drawn, and the model's own log-probability is recorded."""
     greedy, warm = SamplingSettings(**GOOD), SamplingSettings(**GOOD, temperature=0.5, top_k=2, top_p=0.9)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from d1.models import load_model, load_tokenizer
 from d1.models.head import unwrapped
 from d1.sampling import SamplingSettings, graphs
 from d1.sampling.stream import Stream
-from d1.serve.engine import Completed, Engine, Event, Loader, QueueFull, Row, Stopped
+from d1.serve.engine import Completed, Engine, Event, Loader, QueueFull, Revealed, Row, Stopped
 from tests.conftest import save_tiny_model
 from tests.d1.serve.serving import alone
 from tests.faults import failing_passes, no_room
@@ -125,6 +127,59 @@ def test_an_error_of_one_row_ends_that_row_alone(tiny_model_dir):
         together, events = rows_of(3, own="one", prompt_width=2)
         engine.submit(together)
         assert [event.status for event in last_of(together, events)] == [500] * 3
+
+
+def failing_once() -> Callable[[torch.Tensor], bool]:
+    """For `failing_passes`: the fourth pass fails, and no other."""
+    passes = itertools.count()
+    return lambda given: next(passes) == 3
+
+
+@pytest.mark.parametrize(("count", "group"), [(1, {}), (3, {}), (3, {"own": "one", "prompt_width": 2})])
+def test_a_pass_that_fails_once_costs_no_row(tiny_model_dir, count, group):
+    """Rows begin again, and who watches their steps is told about each position once."""
+    with running(tiny_model_dir) as engine, failing_passes(engine, failing_once()):
+        rows, events = rows_of(count, **group)
+        told: dict[int, list[int]] = {number: [] for number in range(count)}
+        for number, row in enumerate(rows):
+            row.watches = "steps"
+            row.tell = partial(tell_or_collect, number, told[number], events)  # type: ignore[misc]
+        engine.submit(rows)
+        check(engine, last_of(rows, events))
+        assert [sorted(positions) for positions in told.values()] == [list(range(16))] * count
+
+
+def tell_or_collect(number: int, positions: list[int], events: queue.Queue[Any], event: Event) -> None:
+    if isinstance(event, Revealed):
+        positions += event.positions
+    elif isinstance(event, Completed | Stopped):
+        events.put((number, event))
+
+
+def test_an_update_is_that_of_its_own_folder(tiny_model_dir):
+    with running(tiny_model_dir) as engine:
+        with engine.changed:
+            first = engine.replace_model(lambda model: model, "one", source="here")
+            assert engine.replace_model(lambda model: model, "one", source="here") is first
+            with pytest.raises(QueueFull, match="another update"):
+                engine.replace_model(lambda model: model, "one", source="there")
+        first.result(60)
+
+
+def test_a_pause_ends_an_update_that_waits_for_rows(tiny_model_dir):
+    with running(tiny_model_dir) as engine:
+        rows, events = rows_of(2)
+        engine.submit(rows)
+        with engine.changed:
+            assert engine.changed.wait_for(lambda: engine.rows or not engine.waiting, 60)
+            update = engine.replace_model(lambda model: model, "new")
+            if engine.rows:  # else they have ended already
+                engine.pause()
+                with pytest.raises(ValueError, match="paused in mid-completion: continue them first"):
+                    update.result(0)
+                assert engine.update is None
+        engine.resume()
+        check(engine, last_of(rows, events))
 
 
 @pytest.mark.parametrize("kind", ["other", "adapter", "second", "damaged"])

@@ -397,6 +397,13 @@ REFUSED = {  # a request that took minutes or gigabytes, or has no meaning -> th
     "a cache": ("/generate", OF_ONE | {"sampling_params": {"kv_cache": "dual"}}, "kv_cache"),
     "a typo": ("/generate", OF_ONE | {"sampling_params": {"temperatur": 1}}, "sampling_params.temperatur: "),
     "no JSON": ("/generate", "{", "JSON"),
+    "an end": ("/generate", OF_ONE | {"sampling_params": {"eos_stop": [5]}}, "eos_stop would be ignored"),
+    "a stop token": (
+        "/generate",
+        OF_ONE | {"sampling_params": {"ignore_eos": True, "stop_token_ids": [5]}},
+        "stop_token_ids would be ignored",
+    ),
+    "a role": ("/v1/chat/completions", {"messages": [{"role": "u" * 90_000, "content": ""}]}, "characters"),
     "a canvas": ("/generate", OF_ONE | {"sampling_params": {"max_new_tokens": HUGE_INTEGER}}, "max_new_tokens"),
     "the room": ("/generate", OF_ONE | {"sampling_params": {"max_new_tokens": 1 << 29}}, "at most 64, not 536870912"),
     "steps": ("/generate", OF_ONE | {"sampling_params": {"steps": 1 << 29}}, "between 2 and 16 steps"),
