@@ -443,7 +443,7 @@ class Toolbox:
         log: Results | None = None,
         at: Sequence[int] = (),
     ) -> None:
-        """Plays episodes to their ends.
+        """Runs episodes to their ends.
 
         Args:
             sample: canvases (rows, canvas) for the episodes with these numbers, in this turn.
