@@ -2,7 +2,7 @@
 
 A sandbox has its own user, process, network, IPC and host name namespaces, no capabilities, and no `/proc`. It sees
 `/usr` and the Python installation read-only, an empty `/home`, a small `/tmp` in memory, and an empty environment. A
-filter refuses some system calls (`refusals`). The limits on processes need Linux 5.14, which counts them per user
+filter refuses some system calls (`seccomp_filter`). The limits on processes need Linux 5.14, which counts them per user
 namespace.
 """
 
@@ -34,11 +34,15 @@ INSIDE = Path(__file__).with_name("inside.py")
 NOBODY = 65534
 AS_NOBODY = ("setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", "--")
 SYSTEM = ("/bin", "/lib", "/lib32", "/lib64", "/sbin")  # next to /usr: links into it, or folders on older systems
-PARTS = ("user", "pid", "net", "ipc", "uts")  # the namespaces
+NAMESPACES = ("user", "pid", "net", "ipc", "uts")
 WORKERS = os.cpu_count() or 1  # programs judged at a time
 START_SECONDS = 30.0  # by the clock, until both interpreters run
 PAUSES = (0.1, 0.4, 1.6, 6.4)  # seconds before a further try, if a sandbox did not start
-LASTING = ("Unknown option", "Fatal Python error", *map(os.strerror, (errno.EPERM, errno.EACCES, errno.ENOENT)))
+PERMANENT_ERRORS = (  # parts of messages: a further try would end in the same error
+    "Unknown option",
+    "Fatal Python error",
+    *map(os.strerror, (errno.EPERM, errno.EACCES, errno.ENOENT)),
+)
 INSTALL = "`apt-get install bubblewrap` (Debian 12, Ubuntu 24.04 or newer), `dnf install bubblewrap` (Fedora, RHEL)"
 HINTS = {  # part of bubblewrap's message -> what to do
     **dict.fromkeys(
@@ -123,7 +127,7 @@ MACHINES = {  # name in uname -> AUDIT_ARCH_* of linux/audit.h, and the numbers 
         | {"memfd_create": 279, "bpf": 280},
     ),
 }
-EVERYWHERE = {"io_uring_setup": 425, "memfd_secret": 447}
+COMMON_CALLS = {"io_uring_setup": 425, "memfd_secret": 447}  # with the same numbers on all machines
 X32 = 0x40000000  # x86_64's other numbers for the same calls begin here
 MAP_SHARED = 1  # also a bit of MAP_SHARED_VALIDATE
 # linux/bpf_common.h and linux/seccomp.h
@@ -133,7 +137,7 @@ ALLOW, REFUSE = 0x7FFF0000, 0x00050000 | errno.EPERM
 NUMBER, MACHINE, ARGUMENTS = 0, 4, (16, 24, 32, 40, 48, 56)
 
 
-def refusals(machine: str) -> bytes:
+def seccomp_filter(machine: str) -> bytes:
     """The seccomp filter for a machine of `MACHINES`: an array of struct sock_filter.
 
     It refuses the calls that hold memory outside of any process, which RLIMIT_AS does not count (memfd_create, shared
@@ -141,16 +145,23 @@ def refusals(machine: str) -> bytes:
     pages when they shrink), and sockets of all families but those in `FAMILIES`.
     """
     audit, numbers = MACHINES[machine]
-    calls = numbers | EVERYWHERE
-    shared, families = calls.pop("mmap"), (calls.pop("socket"), calls.pop("socketpair"))
-    # (code, steps to skip if it is so, else, value)
+    calls = numbers | COMMON_CALLS
+    mmap = calls.pop("mmap")
+    sockets = calls.pop("socket")
+    socket_pair = calls.pop("socketpair")
+
+    # A step is (code, steps to skip if the comparison is true, steps to skip if it is false, value).
+    # Another machine, and x86_64's other numbers
     steps = [(LOAD, 0, 0, MACHINE), (EQUAL, 1, 0, audit), (RETURN, 0, 0, REFUSE)]
     steps += [(LOAD, 0, 0, NUMBER), (AT_LEAST, 0, 1, X32), (RETURN, 0, 0, REFUSE)]
+    # The calls that are always refused
     for number in calls.values():
         steps += [(EQUAL, 0, 1, number), (RETURN, 0, 0, REFUSE)]
-    steps += [(EQUAL, 0, 4, shared), (LOAD, 0, 0, ARGUMENTS[3]), (ANY_BIT, 0, 1, MAP_SHARED)]
+    # Shared mappings
+    steps += [(EQUAL, 0, 4, mmap), (LOAD, 0, 0, ARGUMENTS[3]), (ANY_BIT, 0, 1, MAP_SHARED)]
     steps += [(RETURN, 0, 0, REFUSE), (RETURN, 0, 0, ALLOW)]
-    steps += [(EQUAL, 2, 0, families[0]), (EQUAL, 1, 0, families[1]), (RETURN, 0, 0, ALLOW)]
+    # Sockets of other families
+    steps += [(EQUAL, 2, 0, sockets), (EQUAL, 1, 0, socket_pair), (RETURN, 0, 0, ALLOW)]
     steps += [(LOAD, 0, 0, ARGUMENTS[0])]
     for family in FAMILIES:
         steps += [(EQUAL, 0, 1, family), (RETURN, 0, 0, ALLOW)]
@@ -161,9 +172,10 @@ def refusals(machine: str) -> bytes:
 # ---- a program and its tests in two sandboxes
 
 
-def command(python: str, limits: Limits, rules: int) -> list[str]:
-    """bubblewrap with Python in it, before the arguments of `inside.py`; `rules` is the descriptor of the filter."""
-    words = [str(shutil.which("bwrap")), *(f"--unshare-{part}" for part in PARTS), "--disable-userns"]
+def sandbox_command(python: str, limits: Limits, filter_file: int) -> list[str]:
+    """The command of bubblewrap with Python in it, up to the arguments of `inside.py`; `filter_file` is the descriptor
+    of the filter."""
+    words = [str(shutil.which("bwrap")), *(f"--unshare-{name}" for name in NAMESPACES), "--disable-userns"]
     words += ["--uid", str(NOBODY), "--gid", str(NOBODY), "--hostname", "sandbox", "--ro-bind", "/usr", "/usr"]
     for folder in SYSTEM:
         if os.path.islink(folder):
@@ -171,12 +183,13 @@ def command(python: str, limits: Limits, rules: int) -> list[str]:
         elif os.path.isdir(folder):
             words += ["--ro-bind", folder, folder]
     prefix = Path(python).parents[1]
-    for folder in () if prefix.is_relative_to("/usr") else (str(prefix / "bin"), str(prefix / "lib")):
-        words += ["--ro-bind", folder, folder]
+    if not prefix.is_relative_to("/usr"):
+        for folder in (str(prefix / "bin"), str(prefix / "lib")):
+            words += ["--ro-bind", folder, folder]
     words += ["--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache", "--dev", "/dev", "--dir", "/home"]
     # Of what is mounted, only /tmp stays writable.
     words += ["--size", str(limits.files << 20), "--tmpfs", "/tmp", "--remount-ro", "/dev", "--remount-ro", "/"]
-    words += ["--chdir", "/tmp", "--die-with-parent", "--clearenv", "--seccomp", str(rules), "--"]
+    words += ["--chdir", "/tmp", "--die-with-parent", "--clearenv", "--seccomp", str(filter_file), "--"]
     if os.geteuid() == 0:  # the kernel limits no processes of root
         # Popen's `user` would copy this process first, which takes longer the larger it is.
         words = [*AS_NOBODY, *words]
@@ -185,133 +198,188 @@ def command(python: str, limits: Limits, rules: int) -> list[str]:
 
 def run_sides(python: str, program: str, tests: Cases, limits: Limits) -> frozenset[int]:
     """The cases that a program passes. Raises SandboxError if no try started both sandboxes."""
-    return started(lambda: start_sides(python, program, tests, limits))
+    return retry_start(lambda: start_sides(python, program, tests, limits))
 
 
-def started(start: Callable[[], T]) -> T:
+def retry_start(start: Callable[[], T]) -> T:
     """What `start` returns; it is tried again while it raises OSError. Raises SandboxError if no try succeeded."""
     for pause in (*PAUSES, None):
         try:
             return start()
         except OSError as error:
-            said = str(error)
-        if any(words in said for words in LASTING):  # another try would say the same
-            raise unusable(said)
+            message = str(error)
+        if any(part in message for part in PERMANENT_ERRORS):
+            raise unusable_error(message)
         if pause is not None:
             time.sleep(pause)
-    raise unusable(f"{said}, at each of {len(PAUSES) + 1} tries")
+    raise unusable_error(f"{message}, at each of {len(PAUSES) + 1} tries")
 
 
-def unusable(said: str) -> SandboxError:
-    """The error for what a sandbox said last, with what to do."""
-    hint = next((hint for part, hint in HINTS.items() if part in said), "`d1 sandbox check` says more")
-    return SandboxError(f"the sandbox does not work: {said}. {hint}")
+def unusable_error(message: str) -> SandboxError:
+    """The error for the last message of a sandbox, with what to do."""
+    advice = "`d1 sandbox check` says more"
+    for part, hint in HINTS.items():
+        if part in message:
+            advice = hint
+            break
+    return SandboxError(f"the sandbox does not work: {message}. {advice}")
 
 
 def start_sides(python: str, program: str, tests: Cases, limits: Limits) -> frozenset[int]:
     """As `run_sides`, with one try. Raises OSError if a sandbox did not start."""
-    with ExitStack() as processes, ExitStack() as ours:
+    with ExitStack() as processes, ExitStack() as files:
 
-        def pipe() -> tuple[int, int]:  # its ends, to read and to write
-            ends = os.pipe()
-            for descriptor in ends:
-                ours.callback(os.close, descriptor)
-            return ends
+        def open_pipe() -> tuple[int, int]:
+            """Descriptors to read from and to write to, which are closed with `files`."""
+            descriptors = os.pipe()
+            for descriptor in descriptors:
+                files.callback(os.close, descriptor)
+            return descriptors
 
-        def start(pipes: Sequence[int], **streams: Any) -> subprocess.Popen[bytes]:
-            return launch(python, limits, [*map(str, pipes)], pipes, ours, processes, **streams)
+        # bubblewrap writes a message in pieces, so each side has a file of its own for errors.
+        judge_errors = memory_file(b"", processes)
+        program_errors = memory_file(b"", processes)
 
         # The program's side reads calls and writes replies, and has no other pipe; only the tests' side gets the tests.
-        errors = [holding(b"", processes) for _ in range(2)]  # bubblewrap writes a message in pieces: one file each
-        calls, replies = pipe(), pipe()
-        orders = holding(pack({"program": program, **vars(tests)}, None).encode() + b"\n", ours)
-        start((), stdin=calls[0], stdout=replies[1], stderr=errors[1])
-        judge = start((calls[1], replies[0]), stdin=orders, stdout=subprocess.PIPE, stderr=errors[0])
-        ours.close()
+        read_calls, write_calls = open_pipe()
+        read_replies, write_replies = open_pipe()
+        orders = memory_file(pack({"program": program, **vars(tests)}, None).encode() + b"\n", files)
+        launch(
+            python,
+            limits,
+            arguments=(),
+            pipes=(),
+            files=files,
+            processes=processes,
+            stdin=read_calls,
+            stdout=write_replies,
+            stderr=program_errors,
+        )
+        judge = launch(
+            python,
+            limits,
+            arguments=(str(write_calls), str(read_replies)),
+            pipes=(write_calls, read_replies),
+            files=files,
+            processes=processes,
+            stdin=orders,
+            stdout=subprocess.PIPE,
+            stderr=judge_errors,
+        )
+        files.close()
+
+        # The tests' side says that both run, then writes the numbers of the cases that passed.
         assert judge.stdout is not None
-        in_time = bool(wait([judge.stdout.fileno()], START_SECONDS))
-        if not in_time or judge.stdout.readline() != READY:
-            raise OSError(last_words(errors, SILENT if in_time else f"no interpreter ran after {START_SECONDS:g} s"))
+        if not wait([judge.stdout.fileno()], START_SECONDS):
+            raise OSError(last_line((judge_errors, program_errors), f"no interpreter ran after {START_SECONDS:g} s"))
+        if judge.stdout.readline() != READY:
+            raise OSError(last_line((judge_errors, program_errors), NO_MESSAGE))
         try:
-            said, _ = judge.communicate(timeout=seconds_now(limits))
+            output, _ = judge.communicate(timeout=seconds_now(limits))
         except subprocess.TimeoutExpired:
-            end(judge)
-            said, _ = judge.communicate()
-    return frozenset(map(int, said.split()))
+            kill_sandbox(judge)
+            output, _ = judge.communicate()
+    return frozenset(map(int, output.split()))
 
 
 def launch(
     python: str,
     limits: Limits,
-    words: Sequence[str],
+    arguments: Sequence[str],
     pipes: Sequence[int],
     files: ExitStack,
     processes: ExitStack,
     **streams: Any,
 ) -> subprocess.Popen[bytes]:
-    """A sandbox that runs `inside.py` with these `words` and may use the descriptors `pipes`. It ends with `processes`;
-    the file that it is started with is closed with `files`."""
-    rules = holding(refusals(os.uname().machine), files)
-    # A session of its own is a group of processes to kill, and Ctrl-C does not reach it.
-    options: Any = {"pass_fds": (*pipes, rules), "start_new_session": True, "bufsize": 0, "cwd": "/", **streams}
-    process = subprocess.Popen([*command(python, limits, rules), *words], **options)
-    processes.callback(end, process)
+    """A sandbox that runs `inside.py` with these `arguments` and may use the descriptors `pipes`. It ends with
+    `processes`; the file that it is started with is closed with `files`."""
+    filter_file = memory_file(seccomp_filter(os.uname().machine), files)
+    process = subprocess.Popen(
+        [*sandbox_command(python, limits, filter_file), *arguments],
+        pass_fds=(*pipes, filter_file),
+        start_new_session=True,  # so that its processes are a group to kill, and Ctrl-C does not reach them
+        bufsize=0,
+        cwd="/",
+        **streams,
+    )
+    processes.callback(kill_sandbox, process)
     return process
 
 
-SILENT = "it ended without a message"
+NO_MESSAGE = "it ended without a message"
 
 
-def last_words(errors: Sequence[int], otherwise: str) -> str:
-    """The last line of the first of these files that has one."""
-    texts = [os.pread(file, 1 << 16, 0).decode(errors="replace").strip() for file in errors]
-    return next((text.splitlines()[-1] for text in texts if text), otherwise)
+def last_line(files: Sequence[int], default: str) -> str:
+    """The last line of the first of these files that has one, else `default`."""
+    texts = [os.pread(file, 1 << 16, 0).decode(errors="replace").strip() for file in files]
+    for text in texts:
+        if text:
+            return text.splitlines()[-1]
+    return default
 
 
-def holding(data: bytes, until: ExitStack) -> int:
-    """The descriptor of a file in memory, which is closed with `until`."""
+def memory_file(data: bytes, files: ExitStack) -> int:
+    """The descriptor of a file in memory with this content, which is closed with `files`."""
     file = os.memfd_create("d1")
-    until.callback(os.close, file)
+    files.callback(os.close, file)
     os.write(file, data)
     os.lseek(file, 0, os.SEEK_SET)
     return file
 
 
-def output_of(program: str, most: int, limits: Limits = DEFAULT) -> str:
-    """What a program prints, at most `most` characters of it, and its error if it ends with one. A program that prints
-    more, or runs longer than it may, is ended. Raises SandboxError as `passed`."""
+def output_of(program: str, max_length: int, limits: Limits = DEFAULT) -> str:
+    """What a program prints, at most `max_length` characters of it, and its error if it ends with one. A program that
+    prints more, or runs longer than it may, is ended. Raises SandboxError as `passed`."""
     python = working_python()
-    return started(lambda: start_alone(python, program, most, limits))
+    return retry_start(lambda: start_alone(python, program, max_length, limits))
 
 
-def start_alone(python: str, program: str, most: int, limits: Limits) -> str:
+def start_alone(python: str, program: str, max_length: int, limits: Limits) -> str:
     """As `output_of`, with one try. Raises OSError if the sandbox did not start."""
-    with ExitStack() as ours:
-        errors, orders = holding(b"", ours), holding(pack(program, None).encode() + b"\n", ours)
-        streams: Any = {"stdin": orders, "stdout": subprocess.PIPE, "stderr": errors}
-        process = launch(python, limits, ["show"], (), ours, ours, **streams)
+    with ExitStack() as stack:
+        errors = memory_file(b"", stack)
+        orders = memory_file(pack(program, None).encode() + b"\n", stack)
+        process = launch(
+            python,
+            limits,
+            arguments=["show"],
+            pipes=(),
+            files=stack,
+            processes=stack,
+            stdin=orders,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+        )
+
+        # Read what the program prints, up to its end or a limit.
         assert process.stdout is not None
-        pipe, said, until = process.stdout.fileno(), b"", time.monotonic() + START_SECONDS
-        running = False
-        while len(said) <= 4 * most:  # a character has at most four bytes
-            if not wait([pipe], max(0.0, until - time.monotonic())):
-                if running:
-                    return f"{said.decode(errors='replace')[:most]}\nTimeoutError: more than {limits.seconds:g} seconds"
-                raise OSError(f"no interpreter ran after {START_SECONDS:g} s")
+        pipe = process.stdout.fileno()
+        output = b""
+        is_running = False
+        deadline = time.monotonic() + START_SECONDS
+        while len(output) <= 4 * max_length:  # a character has at most four bytes
+            if not wait([pipe], max(0.0, deadline - time.monotonic())):
+                if not is_running:
+                    raise OSError(f"no interpreter ran after {START_SECONDS:g} s")
+                text = output.decode(errors="replace")[:max_length]
+                return f"{text}\nTimeoutError: more than {limits.seconds:g} seconds"
             part = os.read(pipe, 1 << 16)
             if not part:
                 break
-            said += part
-            if not running and said.startswith(READY):
-                running, said, until = True, said[len(READY) :], time.monotonic() + seconds_now(limits)
-        if not running:
-            raise OSError(last_words([errors], SILENT))
-        text = said.decode(errors="replace")[:most].strip()
-        if len(said) > 4 * most:
+            output += part
+            if not is_running and output.startswith(READY):
+                is_running = True
+                output = output[len(READY) :]
+                deadline = time.monotonic() + seconds_now(limits)
+        if not is_running:
+            raise OSError(last_line([errors], NO_MESSAGE))
+        text = output.decode(errors="replace")[:max_length].strip()
+        if len(output) > 4 * max_length:
             return text
+
         # The program has closed its output. It may still run.
         try:
-            status = process.wait(max(0.0, until - time.monotonic()))
+            status = process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             return f"{text}\nTimeoutError: more than {limits.seconds:g} seconds".strip()
         if status == 128 + signal.SIGKILL:
@@ -321,7 +389,7 @@ def start_alone(python: str, program: str, most: int, limits: Limits) -> str:
         return text
 
 
-def end(process: subprocess.Popen[bytes]) -> None:
+def kill_sandbox(process: subprocess.Popen[bytes]) -> None:
     """Kills a sandbox and its child, which would wait for ever if bubblewrap had not set it up yet."""
     if process.poll() is None:
         with suppress(ProcessLookupError):
@@ -348,7 +416,8 @@ def working_python() -> str:
         raise SandboxError(f"programs run in bubblewrap only, and there is no `bwrap` here: {INSTALL}")
     if os.geteuid() == 0 and not shutil.which("setpriv"):
         raise SandboxError("programs do not run as root, and there is no `setpriv` here: install util-linux")
-    if (machine := os.uname().machine) not in MACHINES:
+    machine = os.uname().machine
+    if machine not in MACHINES:
         raise SandboxError(f"programs are judged on {' and '.join(MACHINES)} only, and this machine is {machine}")
     problem = None
     for python in dict.fromkeys((os.path.realpath(sys.executable), os.path.realpath("/usr/bin/python3"))):
@@ -359,7 +428,7 @@ def working_python() -> str:
                 return python
         except SandboxError as error:
             problem = error
-    raise problem or unusable("the tests of a small program did not pass")
+    raise problem or unusable_error("the tests of a small program did not pass")
 
 
 @functools.lru_cache(maxsize=1 << 14)
@@ -375,7 +444,21 @@ def passed(program: str, tests: Cases, limits: Limits = DEFAULT) -> frozenset[in
 def shares_passed(programs: Iterable[str | None], tests: Iterable[Cases], limits: Limits = DEFAULT) -> list[float]:
     """The share of its cases that each program passes, 0 for None, several programs at a time."""
     pairs = list(zip(programs, tests, strict=True))
-    different = list(dict.fromkeys((program, of) for program, of in pairs if program is not None))
+
+    # Run each pair once.
+    def run_pair(pair: tuple[str, Cases]) -> frozenset[int]:
+        program, cases = pair
+        return passed(program, cases, limits)
+
+    different_pairs = list(dict.fromkeys((program, cases) for program, cases in pairs if program is not None))
     with ThreadPoolExecutor(WORKERS) as pool:
-        found = dict(zip(different, pool.map(lambda pair: passed(*pair, limits), different), strict=True))
-    return [len(found[program, of]) / of.count if program is not None else 0.0 for program, of in pairs]
+        verdicts = dict(zip(different_pairs, pool.map(run_pair, different_pairs), strict=True))
+
+    # The share of cases of each program.
+    shares = []
+    for program, cases in pairs:
+        if program is None:
+            shares.append(0.0)
+        else:
+            shares.append(len(verdicts[program, cases]) / cases.count)
+    return shares

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 MIB = 1 << 20
 MODULE = "__solution__"  # the name of the program as a module, for the tests
-READY = b"ready\n"  # what each side says before it runs anything that it was given
+READY = b"ready\n"  # what each side writes before it runs any code of a program or a test
 # letter -> type, how a value is written, how its text is read; bool stands before int, its base class
 PLAIN: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
     "n": (type(None), lambda _: "", lambda _: None),
@@ -46,7 +46,7 @@ PLAIN: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
 CONTAINERS: dict[str, Any] = {"d": dict, "l": list, "t": tuple, "s": set, "z": frozenset}
 
 
-def limit(limits: dict[str, Any]) -> None:
+def set_limits(limits: dict[str, Any]) -> None:
     """Limits this process and what it starts; without privileges no process can raise them again."""
     for name, value in (
         ("AS", limits["memory"] * MIB),
@@ -59,57 +59,65 @@ def limit(limits: dict[str, Any]) -> None:
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
 
 
-def own_pipes() -> tuple[Any, Any]:
+def detach_pipes() -> tuple[Any, Any]:
     """Standard input and output as (reader, writer); the standard streams themselves lead to /dev/null from now on."""
-    pipes = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    reader = os.fdopen(os.dup(0), "rb")
+    writer = os.fdopen(os.dup(1), "wb")
     null = os.open(os.devnull, os.O_RDWR)
     for stream in range(3):
         os.dup2(null, stream)
     os.environ.clear()
-    return pipes
+    return reader, writer
 
 
 def pack(value: Any, reference: Any) -> str:
     """A value as one line of words: a letter for the type, then the value itself or the number of values that follow.
     Anything but a plain value becomes the number `reference(value)`."""
     words: list[str] = []
-    put(value, words.append, reference)
+    write_value(value, words.append, reference)
     return " ".join(words)
 
 
-def put(value: Any, add: Callable[[str], None], reference: Any) -> None:
-    for letter, (kind, written, _) in PLAIN.items():
+def write_value(value: Any, add: Callable[[str], None], reference: Any) -> None:
+    for letter, (kind, write, _) in PLAIN.items():
         if isinstance(value, kind):
-            return add(letter + written(value))
+            add(letter + write(value))
+            return
     for letter, kind in CONTAINERS.items():
         if isinstance(value, kind):
             add(f"{letter}{len(value)}")
-            for part in (one for pair in value.items() for one in pair) if letter == "d" else value:
-                put(part, add, reference)
-            return None
-    return add(f"r{reference(value):d}")
+            parts = value
+            if letter == "d":
+                parts = (part for pair in value.items() for part in pair)
+            for part in parts:
+                write_value(part, add, reference)
+            return
+    add(f"r{reference(value):d}")
 
 
 def unpack(line: str, dereference: Any) -> Any:
     """The value that `pack` was given, as a plain built-in type. Raises some Exception for any other line."""
-    return take(iter(line.split()), dereference)
+    return read_value(iter(line.split()), dereference)
 
 
-def take(words: Iterator[str], dereference: Any) -> Any:
+def read_value(words: Iterator[str], dereference: Any) -> Any:
     word = next(words, "")
     letter, text = word[:1], word[1:]
     if letter == "d":
-        return {take(words, dereference): take(words, dereference) for _ in range(int(text))}
+        return {read_value(words, dereference): read_value(words, dereference) for _ in range(int(text))}
     if letter in CONTAINERS:
-        return CONTAINERS[letter]([take(words, dereference) for _ in range(int(text))])
-    return dereference(int(text)) if letter == "r" else PLAIN[letter][2](text)
+        return CONTAINERS[letter]([read_value(words, dereference) for _ in range(int(text))])
+    if letter == "r":
+        return dereference(int(text))
+    _, _, read = PLAIN[letter]
+    return read(text)
 
 
 # ---- the program's side
 
 # None of them is an operator on two values: the other one could be what a test expects.
 OPERATIONS: dict[str, Any] = {
-    "call": lambda function, *given, **named: function(*given, **named),
+    "call": lambda function, *arguments, **named: function(*arguments, **named),
     "attribute": getattr,
     "length": len,
     "item": operator.getitem,
@@ -120,21 +128,22 @@ OPERATIONS: dict[str, Any] = {
 }
 
 
-def answer(limits: dict[str, Any]) -> None:
+def answer_calls(limits: dict[str, Any]) -> None:
     """Runs the program, then answers calls until the pipe ends."""
-    calls, replies = own_pipes()
-    limit(limits)
+    calls, replies = detach_pipes()
+    set_limits(limits)
     replies.write(READY)
     replies.flush()
-    module = sys.modules["solution"] = type(sys)("solution")
+    module = type(sys)("solution")
+    sys.modules["solution"] = module
     objects: list[Any] = [module]
 
-    def keep(value: Any) -> int:
+    def store_object(value: Any) -> int:
         objects.append(value)
         return len(objects) - 1
 
     def reply(*message: Any) -> None:
-        replies.write(pack(message, keep).encode() + b"\n")
+        replies.write(pack(message, store_object).encode() + b"\n")
         replies.flush()
 
     # The first message is the program's source; each later one is [operation, arguments, named arguments].
@@ -145,9 +154,9 @@ def answer(limits: dict[str, Any]) -> None:
                 exec(compile(message, "solution.py", "exec"), vars(module))
                 reply("value", None, [])
                 continue
-            operation, given, named = message
-            value = OPERATIONS[operation](*given, **named)
-            reply("value", value, given[1:] if operation == "call" else [])
+            operation, arguments, named = message
+            value = OPERATIONS[operation](*arguments, **named)
+            reply("value", value, arguments[1:] if operation == "call" else [])
         except Exception as error:
             names = [kind.__name__ for kind in type(error).__mro__]
             reply("error", names, str(error)[:1000])
@@ -156,10 +165,10 @@ def answer(limits: dict[str, Any]) -> None:
 # ---- a program alone
 
 
-def show(limits: dict[str, Any]) -> None:
+def run_alone(limits: dict[str, Any]) -> None:
     """Runs a program, whose prints and last error go to standard output."""
-    orders, output = own_pipes()
-    limit(limits)
+    orders, output = detach_pipes()
+    set_limits(limits)
     program = unpack(orders.readline().decode(), None)
     output.write(READY)
     output.flush()
@@ -189,9 +198,9 @@ class Remote:
         return self.ask("attribute", self, name)
 
 
-def asking(operation: str) -> Any:
+def make_method(operation: str) -> Any:
     """A method that asks the program's side for an operation on its object."""
-    return lambda self, *given, **named: self.ask(operation, self, *given, **named)
+    return lambda self, *arguments, **named: self.ask(operation, self, *arguments, **named)
 
 
 for _name, _operation in {
@@ -203,7 +212,7 @@ for _name, _operation in {
     "__bool__": "truth",
     "__instancecheck__": "holds",
 }.items():
-    setattr(Remote, _name, asking(_operation))
+    setattr(Remote, _name, make_method(_operation))
 
 
 def exception_of(names: list[str], message: str) -> Exception:
@@ -230,33 +239,35 @@ def update(value: Any, changed: Any) -> None:
 class Program:
     """The other side, as the tests' side sees it: two pipes."""
 
-    def __init__(self, calls: int, replies: int, longest: int) -> None:
-        self.calls, self.replies, self.longest = os.fdopen(calls, "wb"), os.fdopen(replies, "rb"), longest
+    def __init__(self, calls: int, replies: int, max_reply: int) -> None:
+        self.calls = os.fdopen(calls, "wb")
+        self.replies = os.fdopen(replies, "rb")
+        self.max_reply = max_reply  # bytes
 
-    def tell(self, message: Any) -> tuple[Any, list[Any]]:
-        """Sends a message; returns the value of the reply, and what became of the arguments."""
+    def send(self, message: Any) -> tuple[Any, list[Any]]:
+        """Sends a message; returns the value of the reply, and the arguments as the call has changed them."""
         words = pack(message, self.number_of)
         # A program that has ended, or that says too much, passes nothing from here on, whatever the tests catch.
         try:
             self.calls.write(words.encode() + b"\n")
             self.calls.flush()
-            line = self.replies.readline(self.longest)
+            line = self.replies.readline(self.max_reply)
         except OSError:
             os._exit(0)
         if not line.endswith(b"\n"):
             os._exit(0)
-        kind, value, more = unpack(line.decode(), self.remote)
+        kind, value, detail = unpack(line.decode(), self.remote)
         if kind == "error":
-            raise exception_of(value, str(more))
-        return value, more
+            raise exception_of(value, str(detail))
+        return value, detail
 
     def remote(self, number: int) -> Remote:
         return Remote(self.ask, number)
 
-    def ask(self, operation: str, *given: Any, **named: Any) -> Any:
-        value, changed = self.tell([operation, [*given], named])
-        for argument, after in zip(given[1:], changed, strict=False):
-            update(argument, after)
+    def ask(self, operation: str, *arguments: Any, **named: Any) -> Any:
+        value, changed_arguments = self.send([operation, [*arguments], named])
+        for argument, changed in zip(arguments[1:], changed_arguments, strict=False):
+            update(argument, changed)
         return value
 
     @staticmethod
@@ -270,7 +281,8 @@ class Case:
     """`with case(3): ...` writes "3" once the block has ended without an exception; an exception ends the block."""
 
     def __init__(self, verdicts: Any, number: int) -> None:
-        self.verdicts, self.number = verdicts, number
+        self.verdicts = verdicts
+        self.number = number
 
     def __enter__(self) -> None:
         pass
@@ -282,36 +294,38 @@ class Case:
         return kind is None or issubclass(kind, Exception)
 
 
-def examine(limits: dict[str, Any], calls: int, replies: int) -> None:
+def run_tests(limits: dict[str, Any], calls: int, replies: int) -> None:
     """Runs the tests against the program."""
-    orders, verdicts = own_pipes()
-    limit(limits)
-    given = unpack(orders.readline().decode(), None)
+    orders, verdicts = detach_pipes()
+    set_limits(limits)
+    order = unpack(orders.readline().decode(), None)
     program = Program(calls, replies, 2 * limits["reply"] * MIB)  # a letter of a text takes two
     if program.replies.readline(len(READY)) != READY:  # its sandbox did not start: no verdict
         os._exit(1)
     verdicts.write(READY)
     verdicts.flush()
-    program.tell(given["program"])
+    program.send(order["program"])
     module = program.remote(0)
     # The setup runs first, so that it cannot replace what the program defines.
     names: dict[str, Any] = {"__name__": "tests"}
-    exec(compile(given["setup"], "setup.py", "exec"), names)
-    names |= {name: module if name == MODULE else getattr(module, name) for name in given["names"]}
+    exec(compile(order["setup"], "setup.py", "exec"), names)
+    for name in order["names"]:
+        names[name] = module if name == MODULE else getattr(module, name)
     names["__case__"] = lambda number: Case(verdicts, number)
-    exec(compile(given["source"], "tests.py", "exec"), names)
+    exec(compile(order["source"], "tests.py", "exec"), names)
 
 
 def main() -> NoReturn:
-    limits, more = unpack(sys.argv[1], None), sys.argv[2:]
+    limits = unpack(sys.argv[1], None)
+    arguments = sys.argv[2:]
     try:
-        if more == ["show"]:
-            show(limits)
-        elif more:
-            examine(limits, *map(int, more))
+        if arguments == ["show"]:
+            run_alone(limits)
+        elif arguments:
+            run_tests(limits, *map(int, arguments))
         else:
-            answer(limits)
-    except BaseException:  # said by what was not written to the pipes
+            answer_calls(limits)
+    except BaseException:  # the caller sees it: something is missing in the pipes
         os._exit(1)
     os._exit(0)
 

@@ -45,8 +45,11 @@ MIN_SPAN = 0.1  # of the largest value
 
 def running_mean(values: Sequence[float], window: int) -> list[float]:
     """The mean of each value and those before it, at most `window` values."""
-    recent = [values[max(0, end - window) : end] for end in range(1, len(values) + 1)]
-    return [sum(part) / len(part) for part in recent]
+    means = []
+    for end in range(1, len(values) + 1):
+        recent = values[max(0, end - window) : end]
+        means.append(sum(recent) / len(recent))
+    return means
 
 
 def panels(
@@ -59,9 +62,17 @@ def panels(
 ) -> tuple[Figure, list[Axes]]:
     """A figure of `size` (width, height) in inches and its rows x columns axes, row by row; `heights` are relative, and
     equal by default."""
-    layout: Any = {"sharex": share_x, "sharey": share_y, "height_ratios": heights, "squeeze": False}
     with matplotlib.rc_context(STYLE):
-        figure, grid = plt.subplots(rows, columns, figsize=size, layout="constrained", **layout)
+        figure, grid = plt.subplots(
+            rows,
+            columns,
+            figsize=size,
+            layout="constrained",
+            sharex=share_x,
+            sharey=share_y,
+            height_ratios=heights,
+            squeeze=False,
+        )
     for axis in grid.flat:
         axis.tick_params(labelsize=SMALL)
     return figure, list(grid.flat)
@@ -78,15 +89,22 @@ def widen(axis: Axes) -> None:
 def legend(figure: Figure, columns: int = 4) -> None:
     """One legend for all axes, below them, where it covers nothing; equal labels share an entry. It has at most
     `columns` columns, and fewer if the figure is too narrow for them."""
-    named: dict[str, Any] = {}
-    for handles, labels in (axis.get_legend_handles_labels() for axis in figure.axes):
-        named |= zip(labels, handles, strict=True)
-    for count in range(min(len(named), columns), 0, -1):
-        options: Any = {"loc": "outside lower center", "ncols": count, "frameon": False, "fontsize": SMALL}
-        made = figure.legend([*named.values()], [*named], **options)
-        if count == 1 or made.get_window_extent().width <= figure.bbox.width:
+    entries: dict[str, Any] = {}
+    for axis in figure.axes:
+        handles, labels = axis.get_legend_handles_labels()
+        entries.update(zip(labels, handles, strict=True))
+    for count in range(min(len(entries), columns), 0, -1):
+        drawn = figure.legend(
+            list(entries.values()),
+            list(entries),
+            loc="outside lower center",
+            ncols=count,
+            frameon=False,
+            fontsize=SMALL,
+        )
+        if count == 1 or drawn.get_window_extent().width <= figure.bbox.width:
             break
-        made.remove()
+        drawn.remove()
 
 
 def save_figure(figure: Figure, path: str | Path) -> None:

@@ -58,22 +58,29 @@ class Film:
         given text with what is before it."""
         shown: list[int] = []
         for step in self.steps:
-            shown.append(step + 1 if step >= 0 else max(shown, default=0) if step == GIVEN else self.passes)
+            if step >= 0:
+                shown.append(step + 1)
+            elif step == GIVEN:
+                shown.append(max(shown, default=0))
+            else:
+                shown.append(self.passes)
         return shown
 
-    def followed(self, turn: Film, kept: int, given: Sequence[str] = ()) -> Film:
-        """The film of an episode with one turn more: the first `kept` tokens of the turn's film, and given text."""
-        passes, more = self.passes, len(given)
-        fed, seconds = self.fed[-1] if self.fed else 0, self.seconds[-1] if self.seconds else 0.0
-        steps = [step + passes if step >= 0 else step for step in turn.steps[:kept]]
+    def followed(self, turn: Film, length: int, given_tokens: Sequence[str] = ()) -> Film:
+        """The film of an episode with one more turn: the first `length` tokens of the turn's film, and given text."""
+        passes = self.passes
+        steps = [step + passes if step >= 0 else step for step in turn.steps[:length]]
+        given = len(given_tokens)
+        processed_before = self.fed[-1] if self.fed else 0
+        seconds_before = self.seconds[-1] if self.seconds else 0.0
         return replace(
             self,
-            tokens=[*self.tokens, *turn.tokens[:kept], *given],
-            steps=[*self.steps, *steps, *[GIVEN] * more],
-            logps=[*self.logps, *turn.logps[:kept], *[0.0] * more],
-            entropies=[*self.entropies, *turn.entropies[:kept], *[0.0] * more],
-            fed=[*self.fed, *(fed + tokens for tokens in turn.fed)],
-            seconds=[*self.seconds, *(seconds + own for own in turn.seconds)],
+            tokens=[*self.tokens, *turn.tokens[:length], *given_tokens],
+            steps=[*self.steps, *steps, *[GIVEN] * given],
+            logps=[*self.logps, *turn.logps[:length], *[0.0] * given],
+            entropies=[*self.entropies, *turn.entropies[:length], *[0.0] * given],
+            fed=[*self.fed, *(processed_before + tokens for tokens in turn.fed)],
+            seconds=[*self.seconds, *(seconds_before + seconds for seconds in turn.seconds)],
         )
 
 
@@ -97,31 +104,45 @@ def filmed(
         start: the index of the canvas's first token in the text, which is the length of the prompt.
         judge: called at the end with the film and the canvas_ids, e.g. from `judge_of`.
     """
-    film, clock = Film(title, prompt, note, [], [], [], []), time.perf_counter()
+    film = Film(title, prompt, note, tokens=[], steps=[], logps=[], entropies=[])
+    clock = time.perf_counter()
     canvas: Any = None
     for step in steps:
         canvas = step.canvas
         if not film.fed:
             length = canvas.shape[1] - start
-            film.tokens, film.steps = [""] * length, [HIDDEN] * length
-            film.logps, film.entropies = [0.0] * length, [0.0] * length
-            film.drafts = [[] for _ in range(length if step.max_writes > 1 else 0)]
+            film.tokens = [""] * length
+            film.steps = [HIDDEN] * length
+            film.logps = [0.0] * length
+            film.entropies = [0.0] * length
+            if step.max_writes > 1:
+                film.drafts = [[] for _ in range(length)]
+
         # A step lists the tokens that its pass predicted, by index in the text; `revealed` says which of them it wrote.
-        parts = (step.positions, step.revealed, step.ids, step.logps, step.entropies)
-        for index, revealed, token, logp, entropy in zip(*(part[0].tolist() for part in parts), strict=True):
-            if revealed:
-                at = index - start
-                if film.steps[at] >= 0:  # an edit
-                    film.drafts[at].append([film.steps[at], film.tokens[at], film.logps[at]])
-                film.tokens[at], film.steps[at] = text_of(token), len(film.fed)
-                film.logps[at], film.entropies[at] = logp, entropy
+        columns = [
+            column[0].tolist() for column in (step.positions, step.revealed, step.ids, step.logps, step.entropies)
+        ]
+        for index, revealed, token, logp, entropy in zip(*columns, strict=True):
+            if not revealed:
+                continue
+            position = index - start
+            if film.steps[position] >= 0:  # an edit
+                film.drafts[position].append([film.steps[position], film.tokens[position], film.logps[position]])
+            film.tokens[position] = text_of(token)
+            film.steps[position] = len(film.fed)
+            film.logps[position] = logp
+            film.entropies[position] = entropy
         film.fed.append(int(step.forward_tokens[0]))
         film.seconds.append(time.perf_counter() - clock + (film.seconds[-1] if film.seconds else 0.0))
         yield film
         clock = time.perf_counter()  # what the caller does between two steps is no part of a pass
+
+    # The positions that no pass revealed.
     canvas_ids = canvas[0, start:].tolist()
-    for at in (at for at, step in enumerate(film.steps) if step == HIDDEN):
-        film.tokens[at], film.steps[at] = text_of(canvas_ids[at]), FILLED
+    for position, number in enumerate(film.steps):
+        if number == HIDDEN:
+            film.tokens[position] = text_of(canvas_ids[position])
+            film.steps[position] = FILLED
     if judge is not None:
         judge(film, canvas_ids)
     yield film
@@ -139,34 +160,41 @@ def judge_of(task: Any, row: Mapping[str, Any], tokenizer: Any, ends: Sequence[i
 
 
 def verdict(film: Film) -> str:
-    return "" if film.solved is None else "solved" if film.solved else "not solved"
+    if film.solved is None:
+        return ""
+    return "solved" if film.solved else "not solved"
 
 
 def without_folders(value: Any) -> str:
     """A setting as text; an absolute path is only its last part, so that a page names no folder of this machine."""
-    return Path(value).name if isinstance(value, str | Path) and Path(value).is_absolute() else str(value)
+    if isinstance(value, str | Path) and Path(value).is_absolute():
+        return Path(value).name
+    return str(value)
 
 
 def piece(tokenizer: Any, token: int) -> str:
     """The text of a token inside a longer text: with the space before it, which many tokenizers drop at the start."""
-    alone = tokenizer.decode([token], clean_up_tokenization_spaces=False)
-    return str(tokenizer.decode([token, token], clean_up_tokenization_spaces=False)[len(alone) :])
+    single = tokenizer.decode([token], clean_up_tokenization_spaces=False)
+    double = tokenizer.decode([token, token], clean_up_tokenization_spaces=False)
+    return str(double[len(single) :])
 
 
-def harmless(text: str, kept: str = "\n\t") -> str:
+def harmless(text: str, allowed: str = "\n\t") -> str:
     """A model's text, made safe for a terminal. Characters that move the cursor or change the direction of writing, and
-    lone surrogates, are shown by their number, such as "⟨1B⟩" for the escape of ANSI codes, unless they are `kept`."""
+    lone surrogates, are shown by their number, such as "⟨1B⟩" for the escape of ANSI codes, unless they are `allowed`.
+    """
     shown = []
-    for one in text:
-        kind = unicodedata.category(one)
-        acts = kind in ("Cc", "Cs", "Zl", "Zp") or (kind == "Cf" and unicodedata.bidirectional(one) != "BN")
-        shown.append(f"⟨{ord(one):X}⟩" if acts and one not in kept else one)
+    for character in text:
+        kind = unicodedata.category(character)
+        changes_direction = kind == "Cf" and unicodedata.bidirectional(character) != "BN"
+        is_control = kind in ("Cc", "Cs", "Zl", "Zp") or changes_direction
+        shown.append(f"⟨{ord(character):X}⟩" if is_control and character not in allowed else character)
     return "".join(shown)
 
 
 def visible(text: str) -> str:
     """`harmless` for a page or a picture, where a line end is shown as "↵" before the line end."""
-    return harmless(text, kept="\n").replace("\n", "↵\n")
+    return harmless(text, allowed="\n").replace("\n", "↵\n")
 
 
 def colour(logp: float) -> str:
@@ -177,6 +205,9 @@ def colour(logp: float) -> str:
 def chip(token: str) -> tuple[int, str, int]:
     """The layout of a token's text: number of spaces before it, its label, and number of line ends after it."""
     text = visible(token)
-    breaks, text = text.count("\n"), text.replace("\n", "")
+    breaks = text.count("\n")
+    text = text.replace("\n", "")
     label = text.lstrip(" ")
-    return (len(text) - len(label), label, breaks) if label else (0, "␣" * len(text), breaks)
+    if not label:
+        return 0, "␣" * len(text), breaks
+    return len(text) - len(label), label, breaks

@@ -31,12 +31,13 @@ def film_page(title: str, scenes: Sequence[Scene], before: str = "", script: str
         before: HTML to insert above the scenes.
         script: JavaScript to run after the page's; it may connect to the server of the page.
     """
-    connect, script = "; connect-src 'self'" if script else "", (HERE / "page.js").read_text() + script
+    connect = "; connect-src 'self'" if script else ""
+    script = (HERE / "page.js").read_text() + script
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     data = json.dumps([{"title": name, "films": [film_data(film) for film in films]} for name, films in scenes])
-    parts = {
+    values = {
         "TITLE": html.escape(visible(title).replace("\n", " ")),
-        "COLOURS": "".join(f"--q{index}:{colour};" for index, colour in enumerate(COLOURS)),
+        "COLOURS": "".join(f"--q{index}:{fill};" for index, fill in enumerate(COLOURS)),
         "SCRIPT_HASH": f"sha256-{digest}",
         "SCRIPT": script,
         "CONNECT": connect,
@@ -44,20 +45,21 @@ def film_page(title: str, scenes: Sequence[Scene], before: str = "", script: str
         "DATA": data.replace("<", "\\u003c"),  # so that a model's text cannot end the element that holds it
     }
     # In a single pass, so that a marker inside a text is not replaced.
-    return re.sub("@@([A-Z_]+)@@", lambda marker: parts[marker[1]], (HERE / "page.html").read_text())
+    return re.sub("@@([A-Z_]+)@@", lambda marker: values[marker[1]], (HERE / "page.html").read_text())
 
 
 def film_data(film: Film) -> dict[str, Any]:
     """A film as the page's script reads it; `tokens` are (spaces before, text, line ends after)."""
+    drafts = []
+    for position_drafts in film.drafts:
+        drafts.append([[step + 1, chip(text)[1], round(max(logp, -99.0), 3)] for step, text, logp in position_drafts])
     return {
         "title": visible(film.title),
         "note": visible(film.note),
         "prompt": "\n".join(visible(line) for line in film.prompt.split("\n")),
         "tokens": [chip(token) for token in film.tokens],
         "steps": film.steps,
-        "drafts": [
-            [[step + 1, chip(text)[1], round(max(logp, -99.0), 3)] for step, text, logp in of] for of in film.drafts
-        ],
+        "drafts": drafts,
         "at": film.shown_by(),
         "passes": film.passes,
         "logps": [round(max(logp, -99.0), 3) for logp in film.logps],
@@ -71,9 +73,17 @@ def film_data(film: Film) -> dict[str, Any]:
 # ---- the animated SVG
 
 COLUMNS = 72  # characters per line
-WIDE, HIGH, SIZE = 9.0, 26, 14  # pixels: width of a character, height of a line, font size
-TITLE, FOOT, PAD = 30, 24, 16  # pixels: above each film, below all films, and around everything
-SECONDS_A_STEP, SECONDS_OF_STEPS, SECONDS_AT_THE_END = 0.45, 16.0, 3.0
+# In pixels
+CHARACTER_WIDTH = 9.0
+LINE_HEIGHT = 26
+FONT_SIZE = 14
+TITLE_HEIGHT = 30  # above each film
+FOOT_HEIGHT = 24  # below all films
+PADDING = 16  # around everything
+# In seconds
+MAX_STEP_SECONDS = 0.45  # of one step
+MAX_STEPS_SECONDS = 16.0  # of all steps together
+END_SECONDS = 3.0  # after the last step
 STYLE = """\
 text{font-family:ui-monospace,Menlo,Consolas,monospace;text-anchor:middle;dominant-baseline:central;fill:#1b1f24}
 .card{fill:#ffffff;stroke:#d0d7de}.cell{fill:none;stroke:#8c959f}.box{fill:none;stroke:#57606a;stroke-width:2}
@@ -93,7 +103,7 @@ class Box(NamedTuple):
     label: str
 
 
-def flow(tokens: Sequence[str], columns: int = COLUMNS) -> list[Box]:
+def wrap_tokens(tokens: Sequence[str], columns: int = COLUMNS) -> list[Box]:
     """Tokens as running text in lines of `columns` characters; a token that is longer than a line is cut."""
     boxes, line, column = [], 0, 0
     for token in tokens:
@@ -101,45 +111,52 @@ def flow(tokens: Sequence[str], columns: int = COLUMNS) -> list[Box]:
         if cell_len(label) > columns:
             label = set_cell_size(label, columns - 1) + "…"
         width = max(cell_len(label), 1)
-        column += gap if column else 0
+        if column > 0:
+            column += gap
         if column + width > columns:
-            line, column = line + 1, 0
+            line += 1
+            column = 0
         boxes.append(Box(line, column, width, label))
-        line, column = (line + breaks, 0) if breaks else (line, column + width)
+        if breaks:
+            line += breaks
+            column = 0
+        else:
+            column += width
     return boxes
 
 
-def written(text: str, x: float, y: float, kind: str = "") -> str:
+def text_element(text: str, x: float, y: float, kind: str = "") -> str:
     """Text centred at a point."""
     name = f' class="{kind}"' if kind else ""
-    return f'<text{name} x="{x:g}" y="{y:g}" font-size="{SIZE}">{escape(text)}</text>'
+    return f'<text{name} x="{x:g}" y="{y:g}" font-size="{FONT_SIZE}">{escape(text)}</text>'
 
 
 def captions(steps: int, width: float, y: float) -> list[str]:
     """The text at the bottom: the step's number, and the meaning of the colours."""
-    found = []
+    elements = []
     for step in range(1, steps + 1):
         hidden = "" if step == steps else ' opacity="0"'  # without animation, only the last one is visible
-        found.append(f'<g class="page c{step}"{hidden}>{written(f"step {step} of {steps}", PAD + 60, y)}</g>')
-    start = width - PAD - 5 * 26 - 40
+        caption = text_element(f"step {step} of {steps}", PADDING + 60, y)
+        elements.append(f'<g class="page c{step}"{hidden}>{caption}</g>')
+    start = width - PADDING - 5 * 26 - 40
     for index, fill in enumerate(COLOURS):
         shape = f'x="{start + 26 * index:g}" y="{y - 7:g}" width="24" height="14" rx="3"'
-        found.append(f'<rect {shape} fill="{fill}"/>')
-    ends = written("unsure", start - 34, y) + written("sure", start + 5 * 26 + 20, y)
-    return [*found, f'<g class="page">{ends}</g>']
+        elements.append(f'<rect {shape} fill="{fill}"/>')
+    ends = text_element("unsure", start - 34, y) + text_element("sure", start + 5 * 26 + 20, y)
+    return [*elements, f'<g class="page">{ends}</g>']
 
 
 def keyframes(steps: int) -> str:
     """Animation rules: groups of class `s1`, ... appear with that step, those of `c1`, ... are shown in it alone."""
-    a_step = min(SECONDS_A_STEP, SECONDS_OF_STEPS / steps)
-    seconds = (steps + 1) * a_step + SECONDS_AT_THE_END
+    step_seconds = min(MAX_STEP_SECONDS, MAX_STEPS_SECONDS / steps)
+    seconds = (steps + 1) * step_seconds + END_SECONDS
     rules = []
     for step in range(1, steps + 1):
-        start = 100 * step * a_step / seconds
-        until = 100.0 if step == steps else 100 * (step + 1) * a_step / seconds
+        start = 100 * step * step_seconds / seconds
+        end = 100.0 if step == steps else 100 * (step + 1) * step_seconds / seconds
         rules.append(f"@keyframes s{step}{{0%,{start:.2f}%{{opacity:0}}{start + 1.5:.2f}%,100%{{opacity:1}}}}")
-        rules.append(f"@keyframes c{step}{{0%,{start:.2f}%{{opacity:0}}{start + 0.01:.2f}%,{until:.2f}%{{opacity:1}}")
-        rules.append("}" if step == steps else f"{until + 0.01:.2f}%,100%{{opacity:0}}}}")
+        rules.append(f"@keyframes c{step}{{0%,{start:.2f}%{{opacity:0}}{start + 0.01:.2f}%,{end:.2f}%{{opacity:1}}")
+        rules.append("}" if step == steps else f"{end + 0.01:.2f}%,100%{{opacity:0}}}}")
         rules.append(
             f".s{step}{{animation:s{step} {seconds:g}s infinite}}.c{step}{{animation:c{step} {seconds:g}s infinite}}\n"
         )
@@ -151,27 +168,40 @@ def film_svg(films: Sequence[Film]) -> str:
 
     Tokens appear over the grey chips that hide them, in the colour of their confidence; a corrected one in a frame.
     """
-    parts, top = [], float(PAD)
+    elements = []
+    top = float(PADDING)
     for film in films:
-        title, boxes = visible(film.title), flow(film.tokens)
-        parts.append(written(title, PAD + cell_len(title) * SIZE * 0.3, top + 10, "given"))
-        tokens = zip(boxes, film.steps, film.logps, film.shown_by(), strict=True)
+        title = visible(film.title)
+        elements.append(text_element(title, PADDING + cell_len(title) * FONT_SIZE * 0.3, top + 10, "given"))
+
         # A chip per position: the mask, its drafts, and its token, each of which covers those before it.
-        for position, (box, step, logp, shown) in enumerate(tokens):
-            x, y, wide = PAD + box.column * WIDE, top + TITLE + box.line * HIGH, box.width * WIDE - 1.5
-            shape = f'x="{x:g}" y="{y:g}" width="{wide:g}" height="{HIGH - 4}" rx="4"'
+        boxes = wrap_tokens(film.tokens)
+        columns = zip(boxes, film.steps, film.logps, film.shown_by(), strict=True)
+        for position, (box, step, logp, shown) in enumerate(columns):
+            x = PADDING + box.column * CHARACTER_WIDTH
+            y = top + TITLE_HEIGHT + box.line * LINE_HEIGHT
+            box_width = box.width * CHARACTER_WIDTH - 1.5
+            centre_x = x + box_width / 2
+            centre_y = y + LINE_HEIGHT / 2 - 2
+            shape = f'x="{x:g}" y="{y:g}" width="{box_width:g}" height="{LINE_HEIGHT - 4}" rx="4"'
+            elements.append(f'<rect class="mask" {shape}/>')
+            drafts = film.drafts_at(position)
+            for draft_step, draft, draft_logp in drafts:
+                draft_label = text_element(set_cell_size(chip(draft)[1], box.width), centre_x, centre_y)
+                fill = colour(draft_logp)
+                elements.append(f'<g class="s{draft_step + 1}"><rect {shape} fill="{fill}"/>{draft_label}</g>')
             paint = 'class="card"' if step < 0 else f'fill="{colour(logp)}"'
-            text = written(box.label, x + wide / 2, y + HIGH / 2 - 2, "page" if step < 0 else "")
-            parts.append(f'<rect class="mask" {shape}/>')
-            for at, draft, unsure in film.drafts_at(position):
-                old = written(set_cell_size(chip(draft)[1], box.width), x + wide / 2, y + HIGH / 2 - 2)
-                parts.append(f'<g class="s{at + 1}"><rect {shape} fill="{colour(unsure)}"/>{old}</g>')
-            mark = f'<rect class="box" {shape}/>' if film.drafts_at(position) else ""
-            parts.append(f'<g class="s{shown}"><rect {shape} {paint}/>{mark}{text}</g>')
-        top += TITLE + (boxes[-1].line + 1) * HIGH + PAD
-    steps, width, height = max(film.passes for film in films), 2 * PAD + COLUMNS * WIDE, top + FOOT
+            frame = f'<rect class="box" {shape}/>' if drafts else ""
+            label = text_element(box.label, centre_x, centre_y, "page" if step < 0 else "")
+            elements.append(f'<g class="s{shown}"><rect {shape} {paint}/>{frame}{label}</g>')
+        top += TITLE_HEIGHT + (boxes[-1].line + 1) * LINE_HEIGHT + PADDING
+
+    # The card around the films, and the text at the bottom.
+    steps = max(film.passes for film in films)
+    width = 2 * PADDING + COLUMNS * CHARACTER_WIDTH
+    height = top + FOOT_HEIGHT
     size = f'viewBox="0 0 {width:g} {height:g}" width="{width:g}" height="{height:g}"'
     card = f'<rect class="card" x=".5" y=".5" width="{width - 1:g}" height="{height - 1:g}" rx="10"/>'
-    body = "\n".join([card, *parts, *captions(steps, width, height - PAD)])
+    body = "\n".join([card, *elements, *captions(steps, width, height - PADDING)])
     head = f"<title>A text being denoised</title>\n<style>\n{STYLE}{keyframes(steps)}</style>"
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>\n{head}\n{body}\n</svg>\n'

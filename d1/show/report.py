@@ -73,8 +73,9 @@ def read_run(folder: Path) -> tuple[list[dict[str, Any]], float]:
 
 def series(history: list[dict[str, Any]], name: str, steps_per_rollout: float) -> tuple[list[float], list[float]]:
     """The number of rollouts so far, and the value, of every log entry that has a value for `name`."""
-    found = [entry for entry in history if entry.get(name) is not None]
-    return [entry["step"] / steps_per_rollout for entry in found], [float(entry[name]) for entry in found]
+    entries = [entry for entry in history if entry.get(name) is not None]
+    rollouts = [entry["step"] / steps_per_rollout for entry in entries]
+    return rollouts, [float(entry[name]) for entry in entries]
 
 
 def panels_of(runs: list[Path]) -> list[str]:
@@ -95,8 +96,8 @@ def draw(runs: list[Path], labels: list[str], output: Path) -> None:
         draw_panel(axis, name, runs, labels)
     for axis in axes[len(names) :]:
         axis.remove()
-    for label, look in LINES.values():
-        axes[0].plot([], [], color="0.5", label=label, **look)
+    for label, style in LINES.values():
+        axes[0].plot([], [], color="0.5", label=label, **style)
     legend(figure)
     save_figure(figure, output)
 
@@ -106,7 +107,7 @@ def draw_panel(axis: Axes, name: str, runs: list[Path], labels: list[str]) -> No
     for run, label in zip(runs, labels, strict=True):
         history, steps_per_rollout = read_run(run)
         x, y = series(history, name, steps_per_rollout)
-        thin, bold, dashed = (look for _, look in LINES.values())
+        thin, bold, dashed = (style for _, style in LINES.values())
         (line,) = axis.plot(x, running_mean(y, SMOOTH), label=label, **bold)
         axis.plot(x, y, color=line.get_color(), marker="o" if len(x) <= FEW else "", **thin)
         if name != "kl":
@@ -123,8 +124,11 @@ def report_page(runs: list[Path], labels: list[str]) -> str:
     figures = [panel_svg(partial(panel, name=name), PANELS[name], f"panel{i}") for i, name in enumerate(names)]
     curves = "".join(f"<figure>{figure}</figure>" for figure in figures)
     keys = "; ".join(f"{key}: {label}" for key, (label, _) in LINES.items())
-    about = "".join(map(about_run, runs, labels))
-    scenes = [scene for run, label in zip(runs, labels, strict=True) for scene in scenes_of(run, label)]
+    about = ""
+    scenes: list[Scene] = []
+    for run, label in zip(runs, labels, strict=True):
+        about += about_run(run, label)
+        scenes += scenes_of(run, label)
     below = ORDER if scenes else "Problems before and after are kept by runs with <code>--report true</code>."
     title = f"What RL did: {', '.join(labels)}"
     lines = f'<p class="note">Lines: {keys}.</p>' if curves else ""
@@ -136,13 +140,17 @@ def about_run(run: Path, label: str) -> str:
     history, steps_per_rollout = read_run(run)
     stats = f"<li>{html.escape(label)}, first and last tenth of the run:</li>"
     for name, title in PANELS.items():
-        if values := series(history, name, steps_per_rollout)[1]:
+        _, values = series(history, name, steps_per_rollout)
+        if values:
             tenth = max(1, len(values) // 10)
-            before, after = fmean(values[:tenth]), fmean(values[-tenth:])
-            stats += f"<li><span>{html.escape(title)}</span> <b>{before:.3g} → {after:.3g}</b></li>"
-    if pairs := films_of(run):
-        before, after = (sum(film.solved is True for film in films) for films in zip(*pairs, strict=True))
-        stats += f"<li><span>solved of the {len(pairs)} problems below</span> <b>{before} → {after}</b></li>"
+            first, last = fmean(values[:tenth]), fmean(values[-tenth:])
+            stats += f"<li><span>{html.escape(title)}</span> <b>{first:.3g} → {last:.3g}</b></li>"
+    pairs = films_of(run)
+    if pairs:
+        solved_before = sum(before.solved is True for before, _ in pairs)
+        solved_after = sum(after.solved is True for _, after in pairs)
+        stats += f"<li><span>solved of the {len(pairs)} problems below</span> "
+        stats += f"<b>{solved_before} → {solved_after}</b></li>"
     settings = json.loads((run / "run.json").read_text())["settings"]
     shown = {html.escape(name): html.escape(without_folders(value)) for name, value in settings.items()}
     rows = "".join(f"<li><b>{name}</b> {value}</li>" for name, value in shown.items())
@@ -152,19 +160,23 @@ def about_run(run: Path, label: str) -> str:
 
 def films_of(run: Path) -> list[tuple[Film, Film]]:
     """The same problems before and after a run; empty if the run did not keep both."""
-    kept = json.loads((run / SHOWN_FILE).read_text()) if (run / SHOWN_FILE).exists() else {}
-    pairs = zip(kept.get("before", ()), kept.get("after", ()), strict=False)
+    file = run / SHOWN_FILE
+    films: dict[str, list[dict[str, Any]]] = {}
+    if file.exists():
+        films = json.loads(file.read_text())
+    pairs = zip(films.get("before", ()), films.get("after", ()), strict=False)
     return [(Film(**before), Film(**after)) for before, after in pairs]
 
 
 def scenes_of(run: Path, label: str) -> list[Scene]:
     """One scene per problem, whose title says whether it was solved, in the order that `ORDER` states."""
-    numbered = sorted(enumerate(films_of(run), 1), key=lambda one: one[1][0].solved == one[1][1].solved)
-    scenes: list[Scene] = []
-    for number, (before, after) in numbered:
+    changed: list[Scene] = []
+    unchanged: list[Scene] = []
+    for number, (before, after) in enumerate(films_of(run), 1):
         title = f"{label}, problem {number}: {verdict(before)} before, {verdict(after)} after"
+        scenes = unchanged if before.solved == after.solved else changed
         scenes.append((title, (before, after)))
-    return scenes
+    return changed + unchanged
 
 
 def main(args: ReportFlags) -> None:
@@ -172,8 +184,11 @@ def main(args: ReportFlags) -> None:
     labels = [run.resolve().name for run in runs]
     if args.html:
         args.html.write_text(valid_unicode(report_page(runs, labels)), encoding="utf-8")
-    picture = args.output or (None if args.html else runs[0] / "curves.png")
+    picture = args.output
+    if not picture and not args.html:
+        picture = runs[0] / "curves.png"
     if picture:
         draw(runs, labels, picture)
-    for path in filter(None, (args.html, picture)):
-        sys.stderr.write(f"Written: {path.resolve()}\n")
+    for path in (args.html, picture):
+        if path:
+            sys.stderr.write(f"Written: {path.resolve()}\n")

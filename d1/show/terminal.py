@@ -24,14 +24,15 @@ def play(films: Iterable[Film], console: Console, total: int, pause: float = 0.0
         pause: the minimum time that a step is shown, in seconds.
     """
     film: Film
-    done, live = 0, Live(console=console, auto_refresh=False) if console.is_terminal else None
+    passes = 0  # of the last line
+    live = Live(console=console, auto_refresh=False) if console.is_terminal else None
     with live or nullcontext():
         for film in films:
             if live is not None:
                 live.update(picture(film, total, console), refresh=True)
                 time.sleep(pause)
-            elif film.passes > done:  # the finished film comes once more, without a new pass
-                done = film.passes
+            elif film.passes > passes:  # the finished film comes once more, without a new pass
+                passes = film.passes
                 console.out(step_line(film, total), highlight=False)
     if live is None:
         console.out(harmless(film.text), highlight=False)
@@ -53,37 +54,48 @@ def picture(film: Film, total: int, console: Console) -> RenderableType:
         elif step < 0:
             canvas.append(label, style="dim")
         else:
-            marks = " underline" * (step == film.passes - 1) + " bold italic" * bool(film.drafts_at(position))
-            canvas.append(label, style=f"#1b1f24 on {colour(film.logps[position])}{marks}")
+            style = f"#1b1f24 on {colour(film.logps[position])}"
+            if step == film.passes - 1:
+                style += " underline"
+            if film.drafts_at(position):
+                style += " bold italic"
+            canvas.append(label, style=style)
         canvas.append("\n" * breaks)
     if HIDDEN in film.steps:
-        canvas = around_the_first_mask(canvas, console)
-    said = Text(counts(film, total), no_wrap=True, overflow="ellipsis")
-    marks = f"underlined: just revealed{'; bold: corrected' * any(film.drafts)}"
-    return Group(said, Panel(canvas, title=Text(visible(film.title)), title_align="left", subtitle=marks))
+        canvas = lines_around_first_mask(canvas, console)
+    progress = Text(counts(film, total), no_wrap=True, overflow="ellipsis")
+    legend = "underlined: just revealed"
+    if any(film.drafts):
+        legend += "; bold: corrected"
+    return Group(progress, Panel(canvas, title=Text(visible(film.title)), title_align="left", subtitle=legend))
 
 
-def around_the_first_mask(canvas: Text, console: Console) -> Text:
+def lines_around_first_mask(canvas: Text, console: Console) -> Text:
     """As many lines as fit into a panel below one line, with the first line that has a mask in the middle."""
-    lines, room = canvas.wrap(console, console.width - 4), max(1, console.height - 4)
-    first = next(index for index, line in enumerate(lines) if MASK in line.plain)
-    start = max(0, min(first - room // 2, len(lines) - room))
-    return Text("\n").join(lines[start : start + room])
+    lines = canvas.wrap(console, console.width - 4)
+    max_lines = max(1, console.height - 4)
+    mask_line = next(index for index, line in enumerate(lines) if MASK in line.plain)
+    start = max(0, min(mask_line - max_lines // 2, len(lines) - max_lines))
+    return Text("\n").join(lines[start : start + max_lines])
 
 
 def counts(film: Film, total: int) -> str:
     """The progress of a film: steps, tokens revealed, tokens processed by the model, seconds."""
-    shown, edits = sum(step != HIDDEN for step in film.steps), sum(map(len, film.drafts))
-    return (
-        f"step {film.passes}/{total}  {shown} of {len(film.tokens)} tokens  {f'{edits} edits  ' if film.drafts else ''}"
-        f"{film.fed[-1]:,} processed  {film.seconds[-1]:.2f} s"
-    )
+    revealed = sum(step != HIDDEN for step in film.steps)
+    parts = [f"step {film.passes}/{total}", f"{revealed} of {len(film.tokens)} tokens"]
+    if film.drafts:
+        parts.append(f"{sum(map(len, film.drafts))} edits")
+    parts += [f"{film.fed[-1]:,} processed", f"{film.seconds[-1]:.2f} s"]
+    return "  ".join(parts)
 
 
 def step_line(film: Film, total: int) -> str:
     """A line on the last step: the progress, and the revealed tokens with their probabilities."""
-    told = []
-    for position in (position for position, step in enumerate(film.steps) if step == film.passes - 1):
-        draft = "".join(f"{chip(text)[1]} → " for _, text, _ in film.drafts_at(position)[-1:])
-        told.append(f"{draft}{chip(film.tokens[position])[1]} {math.exp(film.logps[position]):.0%}")
-    return f"{counts(film, total)}  {', '.join(told)}"
+    revealed = []
+    for position, step in enumerate(film.steps):
+        if step == film.passes - 1:
+            # The token, after the one that it replaces.
+            replaced = "".join(f"{chip(text)[1]} → " for _, text, _ in film.drafts_at(position)[-1:])
+            label = chip(film.tokens[position])[1]
+            revealed.append(f"{replaced}{label} {math.exp(film.logps[position]):.0%}")
+    return f"{counts(film, total)}  {', '.join(revealed)}"

@@ -115,7 +115,7 @@ def under_protocol(task: ModuleType, name: str) -> ModuleType:
         prompts = [[{"role": "user", "content": question.format(question=text)}] for text in rows["question"]]
         return _with_prompts(rows, prompts)
 
-    return _changed(task, **changes, load_rows=load_rows)
+    return _copy_task(task, **changes, load_rows=load_rows)
 
 
 def with_rewards(task: ModuleType, file: str | None) -> ModuleType:
@@ -134,18 +134,18 @@ def with_rewards(task: ModuleType, file: str | None) -> ModuleType:
     rewards = functions_in(path, f"d1_user_rewards_{path.stem}")
     if not rewards:
         raise ValueError(f"reward file {path} defines no function: write f(completions, **columns) -> list of numbers")
-    return _changed(task, REWARDS=[*task.REWARDS, *rewards])
+    return _copy_task(task, REWARDS=[*task.REWARDS, *rewards])
 
 
 def without_rewards(task: ModuleType) -> ModuleType:
     """The task without its rewards."""
-    return _changed(task, REWARDS=[])
+    return _copy_task(task, REWARDS=[])
 
 
-def _changed(task: ModuleType, **changes: Any) -> ModuleType:
-    changed = ModuleType(task.__name__, task.__doc__)
-    vars(changed).update({**vars(task), **changes})
-    return changed
+def _copy_task(task: ModuleType, **changes: Any) -> ModuleType:
+    copy = ModuleType(task.__name__, task.__doc__)
+    vars(copy).update({**vars(task), **changes})
+    return copy
 
 
 def _with_prompts(rows: Dataset, prompts: list[list[Message]]) -> Dataset:
@@ -271,8 +271,8 @@ def last_boxed(text: str) -> str | None:
                 end = brace.end()
         elif token == "{" or len(token) > 2:
             opened.append(brace)
-    for bare in _BARE_BOX.finditer(text, end):
-        content = bare[1]
+    for bare_box in _BARE_BOX.finditer(text, end):
+        content = bare_box[1]
     inner = _BARE_BOX.fullmatch(content or "")
     if inner:
         return inner[1]

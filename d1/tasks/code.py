@@ -43,13 +43,16 @@ from d1.tasks.data import JSON, check_split, read_problems, task_rows, text_in
 
 logger = logging.getLogger(__name__)
 
-Read = Callable[[str, Any], tuple[str | None, Cases]]  # (completion, ground truth) -> its program and the tests
+ReadProgram = Callable[[str, Any], tuple[str | None, Cases]]  # (completion, ground truth) -> program and tests
 
 INSTRUCTIONS = "Write the Python program that is asked for."
 ANSWER = "the whole program in a ```python block"
-HUMANEVAL, MBPP, FIRST_MBPP = ("prompt", "test", "entry_point"), ("prompt", "test_list"), ("text", "test_list")
+HUMANEVAL = ("prompt", "test", "entry_point")
+MBPP = ("prompt", "test_list")
+FIRST_MBPP = ("text", "test_list")
 KODCODE = ("question", "test")
-TRAIN, TEST = ("KodCode/KodCode-V1", None), ("openai/openai_humaneval", None)
+TRAIN = ("KodCode/KodCode-V1", None)
+TEST = ("openai/openai_humaneval", None)
 CONCURRENT = WORKERS  # calls of `score` that evaluation may make at a time
 
 _FENCE = re.compile(r"```([\w+#.-]*)[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)  # its mark and its text
@@ -138,24 +141,25 @@ def find_faults(source: str, rows: Sequence[dict[str, Any]], limits: Limits) -> 
     with (folder / "d1_code_rows.jsonl").open("a+", encoding="utf-8") as file, ThreadPoolExecutor(WORKERS) as pool:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.seek(0)
-        known: dict[str, str] = {}
+        faults: dict[str, str] = {}
         for line in file:
             with suppress(ValueError):  # the last line of a process that was killed
                 key, fault = json.loads(line)
-                known[key] = fault
-        new = {key: row for key, row in zip(keys, rows, strict=True) if key not in known}
-        if new:
-            logger.info("%s: running the tests of %d rows in the sandbox, once; see %s", source, len(new), file.name)
+                faults[key] = fault
+        new_rows = {key: row for key, row in zip(keys, rows, strict=True) if key not in faults}
+        total = len(new_rows)
+        if new_rows:
+            logger.info("%s: running the tests of %d rows in the sandbox, once; see %s", source, total, file.name)
 
         def find_fault(row: dict[str, Any]) -> str:
             return fault_of(row, limits)
 
-        verdicts = pool.map(find_fault, new.values())
-        for key, fault in zip(new, tqdm(verdicts, "tests", len(new), unit="row", disable=None, delay=1), strict=True):
-            known[key] = fault
+        verdicts = tqdm(pool.map(find_fault, new_rows.values()), "tests", total, unit="row", disable=None, delay=1)
+        for key, fault in zip(new_rows, verdicts, strict=True):
+            faults[key] = fault
             file.write(f"\n{json.dumps([key, fault])}")
             file.flush()
-    return [known[key] for key in keys]
+    return [faults[key] for key in keys]
 
 
 def fault_of(row: dict[str, Any], limits: Limits = DEFAULT) -> str:
@@ -163,20 +167,20 @@ def fault_of(row: dict[str, Any], limits: Limits = DEFAULT) -> str:
     program, and its solution, if it has one, must pass all cases."""
     tests, prefix = tests_of(row["ground_truth"])
     # A case that passes in vain would pay for every program: first functions that return None, then ones that raise.
-    idle = passed(IDLE, tests, limits)
-    if len(idle) == tests.count:
+    idle_cases = passed(IDLE, tests, limits)
+    if len(idle_cases) == tests.count:
         return "its tests pass with functions that do nothing"
-    if idle:
-        always = idle & passed(REFUSES, tests, limits)
-        if always:
-            return f"case {min(always) + 1} of its tests passes with every program"
+    if idle_cases:
+        vain_cases = idle_cases & passed(REFUSES, tests, limits)
+        if vain_cases:
+            return f"case {min(vain_cases) + 1} of its tests passes with every program"
     if row["solution"]:
         program = after_prefix(prefix, row["solution"])
-        solved = passed(program, tests, limits)
-        if len(solved) < tests.count:  # once more: the machine may have been busy
-            solved = passed.__wrapped__(program, tests, limits)
-        if len(solved) < tests.count:
-            return f"its own solution passes {len(solved)} of the {tests.count} cases of its tests"
+        solved_cases = passed(program, tests, limits)
+        if len(solved_cases) < tests.count:  # once more: the machine may have been busy
+            solved_cases = passed.__wrapped__(program, tests, limits)
+        if len(solved_cases) < tests.count:
+            return f"its own solution passes {len(solved_cases)} of the {tests.count} cases of its tests"
     return ""
 
 
@@ -187,11 +191,12 @@ ProblemParts = tuple[str, str, Cases, Any]  # question, what goes before the pro
 
 def _humaneval(row: dict[str, Any]) -> ProblemParts:
     """The prompt's own helpers and imports are there for the tests, too, so that no program replaces them."""
-    prompt, entry = text_in(row, "prompt"), text_in(row, "entry_point")
+    prompt = text_in(row, "prompt")
+    entry = text_in(row, "entry_point")
     if not entry.isidentifier() or keyword.iskeyword(entry):
         raise ValueError(f"entry_point must be the name of a function, got {entry!r:.80}")
     source, _, cases = with_cases(text_in(row, "test"), within="check")
-    Imports().visit(parsed(prompt, "prompt"))
+    Imports().visit(parse_python(prompt, "prompt"))
     tests = Cases(f"{source}\ncheck({entry})", (entry,), cases, prompt)
     return f"Complete this function:\n\n{prompt.strip()}", prompt + "\n", tests, row.get("canonical_solution")
 
@@ -205,7 +210,7 @@ def _mbpp(row: dict[str, Any]) -> ProblemParts:
     if not isinstance(imports, list):
         raise ValueError(f"test_imports must be a list of imports, got {imports!r:.80}")
     setup = "\n".join([str(row.get("test_setup_code") or ""), *map(str, imports)])
-    Imports().visit(parsed(setup, "test_setup_code or test_imports"))
+    Imports().visit(parse_python(setup, "test_setup_code or test_imports"))
     source, _, cases = with_cases("\n".join(test_list))
     # The tests import nothing: what they read is the program's, or a module of the standard library.
     free = free_names(f"{setup}\n{source}")
@@ -238,7 +243,7 @@ def _kodcode(row: dict[str, Any]) -> ProblemParts:
 
 def required_names(source: str, names: Sequence[str]) -> list[str]:
     """The names that a program needs: those imported from it, and attributes that tests read of it as a module."""
-    nodes = list(ast.walk(parsed(source)))
+    nodes = list(ast.walk(parse_python(source)))
     module_names: set[str] = set()  # those that the tests give to the program
     for node in nodes:
         if isinstance(node, ast.Assign) and ast.unparse(node.value) == MODULE:
@@ -250,7 +255,7 @@ def required_names(source: str, names: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(required))
 
 
-def parsed(source: Any, what: str = "test") -> ast.Module:
+def parse_python(source: Any, what: str = "test") -> ast.Module:
     try:
         return ast.parse(source)
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
@@ -322,28 +327,28 @@ def with_cases(source: str, within: str = "") -> tuple[str, tuple[str, ...], int
     body: list[ast.stmt] = []
     test_calls: list[ast.stmt] = []
 
-    def case(statement: ast.stmt) -> ast.stmt:
+    def make_case(statement: ast.stmt) -> ast.stmt:
         call = ast.Call(ast.Name("__case__", ast.Load()), [ast.Constant(next(numbers))], [])
         return ast.With([ast.withitem(call)], [statement])
 
-    def marked(statement: ast.stmt) -> ast.stmt:
-        return case(statement) if asserts(statement) else statement
+    def mark_case(statement: ast.stmt) -> ast.stmt:
+        return make_case(statement) if has_assert(statement) else statement
 
     # Statements are marked where they stand; test functions are called, as cases, after all statements.
-    for node in imports.visit(parsed(source)).body:
+    for node in imports.visit(parse_python(source)).body:
         if isinstance(node, ast.AsyncFunctionDef) and (node.name == within or node.name.startswith("test")):
             raise ValueError(f"{node.name} is async, and nothing here awaits it")
         if isinstance(node, ast.FunctionDef) and node.name == within:
-            if not takes(node.args, 1):
+            if not accepts_arguments(node.args, 1):
                 raise ValueError(f"{within} must take one argument, the function")
-            node.body = [marked(statement) for statement in node.body]
+            node.body = [mark_case(statement) for statement in node.body]
         elif isinstance(node, ast.FunctionDef) and node.name.startswith("test"):
-            if node.args.args or node.decorator_list or not takes(node.args, 0):
+            if node.args.args or node.decorator_list or not accepts_arguments(node.args, 0):
                 raise ValueError(f"{node.name} takes parameters or has a decorator")
-            test_calls.append(case(ast.Expr(ast.Call(ast.Name(node.name, ast.Load()), [], []))))
+            test_calls.append(make_case(ast.Expr(ast.Call(ast.Name(node.name, ast.Load()), [], []))))
         elif isinstance(node, ast.ClassDef) and node.name.startswith("Test"):
             raise ValueError(f"{node.name}: tests in classes do not run here")
-        body.append(node if within else marked(node))
+        body.append(node if within else mark_case(node))
     tree = ast.fix_missing_locations(ast.Module(body + test_calls, []))
     cases = next(numbers)
     if not cases:
@@ -356,7 +361,7 @@ def with_cases(source: str, within: str = "") -> tuple[str, tuple[str, ...], int
     return source, tuple(dict.fromkeys(names)), cases
 
 
-def takes(parameters: ast.arguments, count: int) -> bool:
+def accepts_arguments(parameters: ast.arguments, count: int) -> bool:
     """Whether a function with these parameters can be called with `count` positional arguments and no others."""
     positional = len(parameters.posonlyargs) + len(parameters.args)
     required = positional - len(parameters.defaults)
@@ -392,7 +397,7 @@ def check_names(tests: Cases) -> None:
 
 def has_star_imports(source: str) -> bool:
     """Whether a source imports all names of a module other than `solution`."""
-    for node in ast.walk(parsed(source)):
+    for node in ast.walk(parse_python(source)):
         if not isinstance(node, ast.ImportFrom) or node.module == "solution":
             continue
         if any(alias.name == "*" for alias in node.names):
@@ -402,7 +407,7 @@ def has_star_imports(source: str) -> bool:
 
 def without_main(source: str) -> str:
     """A source without what runs only in a script."""
-    tree = parsed(source)
+    tree = parse_python(source)
     tree.body = [node for node in tree.body if not is_main(node)]
     return ast.unparse(tree)
 
@@ -441,23 +446,24 @@ def names_read(module: symtable.SymbolTable) -> set[str]:
     return names
 
 
-def asserts(node: ast.AST) -> bool:
+def has_assert(node: ast.AST) -> bool:
     """Whether a statement runs an assert itself: not in a function or class that it only defines, nor in a script's
     `if __name__ == "__main__"`."""
-    inner = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    if isinstance(node, inner) or is_main(node):
+    definitions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    if isinstance(node, definitions) or is_main(node):
         return False
     if isinstance(node, ast.Assert):
         return not isinstance(node.test, ast.Constant)  # HumanEval has `assert True, "good for debugging"`
-    return any(asserts(part) for part in ast.iter_child_nodes(node) if not isinstance(part, ast.expr))
+    return any(has_assert(part) for part in ast.iter_child_nodes(node) if not isinstance(part, ast.expr))
 
 
 def free_names(source: str) -> set[str]:
     """Names that a source reads without defining them, except Python's own."""
-    read, defined = set(), set()
-    for node in ast.walk(parsed(source)):
+    loaded = set()
+    defined = set()
+    for node in ast.walk(parse_python(source)):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
-            read.add(node.id)
+            loaded.add(node.id)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             defined.add(node.id)
         elif isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -466,7 +472,7 @@ def free_names(source: str) -> set[str]:
             defined.add(node.arg)
         elif isinstance(node, ast.alias):
             defined.add((node.asname or node.name).partition(".")[0])
-    return read - defined - {*dir(builtins), "__case__"}
+    return loaded - defined - {*dir(builtins), "__case__"}
 
 
 def extract(text: str) -> str | None:
@@ -475,7 +481,7 @@ def extract(text: str) -> str | None:
     answer = answer_block(text)
     blocks = _FENCE.findall(answer or "") or _FENCE.findall(text[-MAX_TEXT:])
     if not blocks:
-        return indented(answer, text) if answer else None
+        return indent_as_in_text(answer, text) if answer else None
     by_mark: dict[str, str] = {}
     for mark, program in blocks:
         by_mark["python" if mark.lower() in _PYTHON else mark] = program
@@ -483,12 +489,14 @@ def extract(text: str) -> str | None:
     return by_mark.get("python", by_mark.get("", last)) or None
 
 
-def indented(answer: str, text: str) -> str:
+def indent_as_in_text(answer: str, text: str) -> str:
     """The answer with the blanks that its first line has in the text, two at least or a tab: it may be the body of a
     function."""
-    before, found, _ = text.rpartition("<answer>")[2].partition(answer)
+    before, match, _ = text.rpartition("<answer>")[2].partition(answer)
     blanks = before.rpartition("\n")[2]
-    return blanks + answer if found and blanks not in ("", " ") else answer
+    if match and blanks not in ("", " "):
+        return blanks + answer
+    return answer
 
 
 def demonstrate(row: dict[str, Any]) -> str:
@@ -521,7 +529,9 @@ def tests_of(truth: Any) -> tuple[Cases, str]:
         raise ValueError(f"the ground truth must be tests of this task, got {truth!r:.80}") from None
 
 
-def judged_by(read: Read, limits: Limits = DEFAULT) -> tuple[list[Callable[..., list[float]]], Callable[..., Any]]:
+def judged_by(
+    read: ReadProgram, limits: Limits = DEFAULT
+) -> tuple[list[Callable[..., list[float]]], Callable[..., Any]]:
     """REWARDS and `score` of a task whose answers are programs: `read` takes a completion and the ground truth."""
 
     def shares(completions: Sequence[Completion], ground_truth: Sequence[Any]) -> list[float]:

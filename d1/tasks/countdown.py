@@ -21,7 +21,8 @@ INSTRUCTIONS = (
 ANSWER = r"the expression alone as \boxed{expression}"
 MAX_EXPRESSION = 200  # characters
 HUB = "Jiayi-Pan/Countdown-Tasks-3to4"
-TEST_COLUMNS, HUB_COLUMNS = ("input", "output"), ("nums", "target")
+TEST_COLUMNS = ("input", "output")
+HUB_COLUMNS = ("nums", "target")
 
 _SIGNS: dict[type[ast.AST], Callable[..., Fraction]] = {
     ast.Add: operator.add,

@@ -15,7 +15,10 @@ from d1.rows import NoRowsError, lines_of, read_rows
 from d1.tasks import SPLITS
 
 HubName = tuple[str, str | None]  # of a dataset on the hub, with its config
-TEXT, NUMBER, JSON = Value("string"), Value("float64"), Json()  # types of a ground truth
+# The types of a ground truth
+TEXT = Value("string")
+NUMBER = Value("float64")
+JSON = Json()
 
 DATASET_DIR = Path(__file__).resolve().parents[2] / "dataset"  # the problem sets that come with a checkout
 HELD_OUT = 500
@@ -28,12 +31,12 @@ def check_split(split: str) -> None:
         raise ValueError(f"unknown split {split!r}: use one of {', '.join(SPLITS)}")
 
 
-def file_of(split: str, data_file: str | None, shipped: str) -> str:
-    """`data_file`, or else the file `shipped` in the checkout's folder `dataset/`, with the split in place of "{}"."""
+def file_of(split: str, data_file: str | None, name: str) -> str:
+    """`data_file`, or else the file `name` in the checkout's folder `dataset/`, with the split in place of "{}"."""
     check_split(split)
     if data_file:
         return data_file
-    path = DATASET_DIR / shipped.format(split)
+    path = DATASET_DIR / name.format(split)
     if not path.is_file():
         raise FileNotFoundError(f"no {path}: install from a checkout with `pip install -e .`, or pass --data_file FILE")
     return str(path)
@@ -56,12 +59,12 @@ def read_file(path: str, *schemas: Iterable[str], keep_in_memory: bool = True) -
         raise ValueError(f"cannot read {path}: not a {', '.join(FILES[:-1])} or {FILES[-1]} file")
     try:
         with open(file, "rb") as content:  # `datasets` caches by path and time, which a changed file may share
-            known = hashlib.file_digest(content, "sha256").hexdigest()[:16]
+            fingerprint = hashlib.file_digest(content, "sha256").hexdigest()[:16]
         if file.suffix == ".parquet":
-            options: dict[str, Any] = {"keep_in_memory": keep_in_memory, "config_id": f"default-{known}"}
+            options: dict[str, Any] = {"keep_in_memory": keep_in_memory, "config_id": f"default-{fingerprint}"}
             rows = Dataset.from_parquet(str(file), **options)
         else:
-            rows = read_rows(file, known, keep_in_memory)
+            rows = read_rows(file, fingerprint, keep_in_memory)
     except NoRowsError:
         raise ValueError(f"{path} has no rows") from None
     except Exception as error:  # the readers raise many classes; all of them mean that this file cannot be used

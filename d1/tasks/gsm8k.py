@@ -68,7 +68,8 @@ _OTHER_VALUE = re.compile(
 def load_rows(split: str, data_file: str | None = None) -> Dataset:
     """GSM8K from the hub, or every row of `data_file`, which has the same columns (`data.read_problems`)."""
     hub = ("openai/gsm8k", "main")
-    return task_rows(*read_problems(split, data_file, hub, hub, COLUMNS), _task_row, NUMBER)
+    source, rows = read_problems(split, data_file, hub, hub, COLUMNS)
+    return task_rows(source, rows, _task_row, NUMBER)
 
 
 def _task_row(row: dict[str, Any]) -> dict[str, Any]:
@@ -85,7 +86,7 @@ def gold_number(text: str) -> float | None:
     """The number that a text is, if it has nothing else but a dollar or percent sign. None for "5 or 6", "x - 3",
     "18 eggs", and for a comma that does not separate thousands, as in "3,14"."""
     number = _NUMBER.fullmatch(_plain(text).strip().removesuffix(".").removesuffix("%").removesuffix("\\"))
-    if not number or _NO_THOUSANDS.search(_joined_groups(text)):
+    if not number or _NO_THOUSANDS.search(_join_groups(text)):
         return None
     return _value(number)
 
@@ -115,16 +116,16 @@ def number_in(text: str) -> float | None:
     if re.search(r"[A-Za-z]", text[: numbers[0].start()]):
         index = len(numbers) - 1
     number = numbers[index]
-    if _is_part_of_more(number, text):
+    if _is_part_of_expression(number, text):
         return None
     for first, second in pairwise(numbers[max(0, index - 1) : index + 2]):
         if _value(first) != _value(second) and _OTHER_VALUE.fullmatch(text, first.end(), second.start()):
             return None  # another number to choose from
 
-    return _scaled(number, text)
+    return _scale_number(number, text)
 
 
-def _is_part_of_more(number: re.Match[str], text: str) -> bool:
+def _is_part_of_expression(number: re.Match[str], text: str) -> bool:
     """Whether the number is a part of an expression whose value is another one."""
     before = text[max(0, number.start() - 20) : number.start()]
     if number["sign"] and _VARIABLE.search(before):
@@ -134,14 +135,14 @@ def _is_part_of_more(number: re.Match[str], text: str) -> bool:
 
 def _plain(text: str) -> str:
     """The text with one form of fractions and minus signs, and without currency signs and thousands separators."""
-    text = _joined_groups(_PUNCTUATION.sub(" : ", text))
+    text = _join_groups(_PUNCTUATION.sub(" : ", text))
     text = re.sub(r"\\?\$|[€£¥]", "", text).replace("½", r"\frac12").replace("¼", r"\frac14").replace("¾", r"\frac34")
     text = _POWER_OF_TEN.sub(r"e\1\2", text)
     text = _FRAC.sub(lambda parts: f" {parts[1] or parts[2]}/{parts[3] or parts[4]}", text)
     return _THOUSANDS.sub("", text)
 
 
-def _joined_groups(text: str) -> str:
+def _join_groups(text: str) -> str:
     """The text with plain characters, and with "70 000", "70'000" and "1,00,000" in one piece."""
     text = plain_characters(text)
     for groups in (_SPACED_THOUSANDS, _LAKHS):
@@ -161,7 +162,7 @@ def _value(match: re.Match[str]) -> float | None:
     return -value if match["sign"] else value
 
 
-def _scaled(number: re.Match[str], text: str) -> float | None:
+def _scale_number(number: re.Match[str], text: str) -> float | None:
     """The number of a match of `_NUMBER` in a text, with the "million" that follows it."""
     value = _value(number)
     scale = _SCALE.match(text, number.end())
@@ -215,7 +216,7 @@ def integer_reward(completions: Sequence[Completion], **columns: Any) -> list[fl
     """0.5 if the answer is an integer and nothing else."""
 
     def reward(text: str) -> float:
-        answer = _joined_groups(final_answer(text) or "").strip("$ ")
+        answer = _join_groups(final_answer(text) or "").strip("$ ")
         return 0.5 if _INTEGER.fullmatch(answer) else 0.0
 
     return reward_each(completions, reward)
@@ -242,7 +243,7 @@ def last_number(text: str) -> float | None:
     """The last number of a completion, such as "1.5 million"; a new "Question:" and what follows it do not count."""
     text = _plain(text[-MAX_TEXT:].partition("Question:")[0])
     numbers = list(_NUMBER.finditer(text))
-    return _scaled(numbers[-1], text) if numbers else None
+    return _scale_number(numbers[-1], text) if numbers else None
 
 
 def last_number_reward(completions: Sequence[Completion], ground_truth: Sequence[float], **columns: Any) -> list[float]:

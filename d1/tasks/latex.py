@@ -61,10 +61,13 @@ _SIGNS = {
 for _code in (0xBC, 0xBD, 0xBE, *range(0x2150, 0x215F)):  # fractions of one character
     _top, _, _bottom = unicodedata.normalize("NFKC", chr(_code)).partition("⁄")
     _SIGNS[chr(_code)] = rf"\frac{{{_top}}}{{{_bottom}}}"
-_SUBSCRIPTS, _LOW_DIGITS = re.compile(r"[₀-₉]+"), str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
-_SUPERSCRIPTS, _DIGITS = re.compile(r"[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+"), str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
+_SUBSCRIPTS = re.compile(r"[₀-₉]+")
+_LOW_DIGITS = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
+_SUPERSCRIPTS = re.compile(r"[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+")
+_DIGITS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 _ROOT = re.compile(r"([√∛])\s*(?:\(([^()]*)\)|\{([^{}]*)\}|([0-9A-Za-z]+))")
-_FROM_CHARACTERS, _FROM_SIGNS = str.maketrans(_CHARACTERS), str.maketrans(_SIGNS)
+_FROM_CHARACTERS = str.maketrans(_CHARACTERS)
+_FROM_SIGNS = str.maketrans(_SIGNS)
 
 
 def plain_characters(text: str) -> str:
@@ -131,13 +134,13 @@ def unwrap(text: str) -> str:
         introduction = _INTRODUCTION.match(text)
         if introduction:
             text = text[introduction.end() :]
-        named = _IS.match(text)
-        if named:
-            text = f"{named[1]}={text[named.end() :]}"
+        name = _IS.match(text)
+        if name:
+            text = f"{name[1]}={text[name.end() :]}"
         for wrapper in _WRAPPERS:
-            whole = wrapper.fullmatch(text)
-            if whole:
-                text = whole[1]
+            wrapped = wrapper.fullmatch(text)
+            if wrapped:
+                text = wrapped[1]
         if text == before:
             break
     if _OPEN_BOX.match(text) and text.count("{") > text.count("}"):  # a box that is cut off
@@ -223,19 +226,19 @@ _SCALE = re.compile(rf"(-?[0-9][0-9.,]*)\s*(?:{_TEXT}\{{)?\s*({'|'.join(_SCALES)
 def unit_of(text: str, power: str | None = None) -> str | None:
     """One name for the unit, such as "cm^2" for "square centimeters", or None if it is not a known one."""
     words = re.findall(r"[a-z¢€£]+", text.lower())
-    raised = int(power or 1)
+    exponent = int(power or 1)
     for word in words:
-        raised *= _POWERS.get(word, 1)
+        exponent *= _POWERS.get(word, 1)
     words = [word for word in words if word not in _POWERS]
     if len(words) != 1:
         return None
     unit = _UNITS.get(words[0]) or _UNITS.get(words[0].removesuffix("s"))
-    if unit is None or raised == 1:
+    if unit is None or exponent == 1:
         return unit
-    return f"{unit}^{raised}"
+    return f"{unit}^{exponent}"
 
 
-def _without_unit(text: str) -> tuple[str, str | None]:
+def _split_unit(text: str) -> tuple[str, str | None]:
     """The text without the unit at its end, and the unit: a known one, or None."""
     currency = _CURRENCY.search(text)
     unit = None
@@ -251,16 +254,16 @@ def _without_unit(text: str) -> tuple[str, str | None]:
         text = _DEGREES.sub("", text[: scale.start()] if scale else text)
         return text, unit
     # A unit in \text{} may have any name. Between the number and a bare one, "5 m", a single letter needs a space.
-    in_text = _UNIT_IN_TEXT.search(text)
-    if in_text and not _NO_UNIT.search(in_text[1]):
-        return text[: in_text.start()], unit_of(in_text[1], in_text[2]) or unit
-    in_words = _UNIT_IN_WORDS.search(text)
+    text_unit = _UNIT_IN_TEXT.search(text)
+    if text_unit and not _NO_UNIT.search(text_unit[1]):
+        return text[: text_unit.start()], unit_of(text_unit[1], text_unit[2]) or unit
+    bare_unit = _UNIT_IN_WORDS.search(text)
     # A unit follows a number: in "\pi r^2 h", h is no hour.
-    is_product = in_words and _VARIABLE.search(text, text.rfind("=") + 1, in_words.start())
-    if in_words and not is_product and (in_words[1] or not re.fullmatch("[A-Za-z]", in_words[2].strip())):
-        known = unit_of(in_words[2], in_words[3])
-        if known:
-            return text[: in_words.start()], known
+    is_product = bare_unit and _VARIABLE.search(text, text.rfind("=") + 1, bare_unit.start())
+    if bare_unit and not is_product and (bare_unit[1] or not re.fullmatch("[A-Za-z]", bare_unit[2].strip())):
+        known_unit = unit_of(bare_unit[2], bare_unit[3])
+        if known_unit:
+            return text[: bare_unit.start()], known_unit
     words = _NUMBER_AND_WORDS.match(text)
     if words and not _NO_UNIT.search(words[1]):
         return text[: words.start(1)], unit
@@ -311,25 +314,25 @@ _SPELLINGS = [
 
 def normalize(latex: str) -> str:
     """`latex` in one spelling, without a unit; equal results mean equal answers."""
-    return read(latex).text
+    return read_answer(latex).text
 
 
-def read(latex: str) -> Answer:
+def read_answer(latex: str) -> Answer:
     """The answer that a text is; the text may have markup, an introduction and punctuation around it."""
     text = unwrap(_latex_of_signs(plain_characters(latex)))
     text = _GROUPS.sub("", _LAYOUT.sub("", text))
     text = _LATEX_SPACE.sub(" ", text).strip()
-    text = _SCALE.sub(_scaled, text, count=1)
+    text = _SCALE.sub(_scale_number, text, count=1)
     text = _words_as_time(text)
     text = _POWER_IN_TEXT.sub(r"\1{\2}^{\3\4}", text)
-    in_brackets = _WORDS_IN_BRACKETS.search(text)
-    if in_brackets and not _NO_UNIT.search(in_brackets[1]):
-        text = text[: in_brackets.start()]
+    words = _WORDS_IN_BRACKETS.search(text)
+    if words and not _NO_UNIT.search(words[1]):
+        text = text[: words.start()]
     text = _LIST_COMMA.sub(";", text)
     sign = _PERCENT.search(text)
     if sign:
         text = text[: sign.start()]
-    text, unit = _without_unit(text)
+    text, unit = _split_unit(text)
     for pattern, spelling in _SPELLINGS:
         text = pattern.sub(spelling, text)
     text = _without_spaces(_strip_end(text))
@@ -363,7 +366,7 @@ def _depth(text: str) -> int:
     return deepest
 
 
-def _scaled(match: re.Match[str]) -> str:
+def _scale_number(match: re.Match[str]) -> str:
     """The number that "1.5 million" is."""
     number = number_of(match[1].replace(",", ""))
     if number is None:
@@ -374,14 +377,14 @@ def _scaled(match: re.Match[str]) -> str:
 def _without_spaces(text: str) -> str:
     """The text with no space but those between two digits, and between a command and a letter."""
 
-    def kept(space: re.Match[str]) -> str:
+    def shorten(space: re.Match[str]) -> str:
         before, after = text[space.start() - 1 : space.start()], text[space.end() : space.end() + 1]
         if before.isdigit() and after.isdigit():
             return " "
         command = re.search(r"\\[A-Za-z]+$", text[max(0, space.start() - 20) : space.start()])
         return " " if command and after.isalpha() else ""
 
-    return re.sub(r"\s+", kept, text)
+    return re.sub(r"\s+", shorten, text)
 
 
 # ---- Numbers
@@ -423,9 +426,9 @@ def _positive_number(text: str) -> Fraction | None:
         return Fraction(whole or 0) + Fraction(top or plain_top) / Fraction(bottom or plain_bottom)
     repeating = _REPEATING.fullmatch(text)
     if repeating:
-        whole, first, again = repeating.groups()
-        tail = Fraction(int(again), 10 ** len(again) - 1) / 10 ** len(first)
-        return Fraction(int(whole or 0)) + Fraction(int(first or 0), 10 ** len(first)) + tail
+        whole, decimals, period = repeating.groups()
+        tail = Fraction(int(period), 10 ** len(period) - 1) / 10 ** len(decimals)
+        return Fraction(int(whole or 0)) + Fraction(int(decimals or 0), 10 ** len(decimals)) + tail
     scientific = _SCIENTIFIC.fullmatch(text)
     if scientific:
         exponent = int(scientific[2] or scientific[3] or scientific[4])
@@ -514,8 +517,10 @@ def _enclosed(text: str) -> Tree | None:
     """The tree of what is in one pair of brackets, or in a matrix, as a whole."""
     matrix = _MATRIX.fullmatch(text)
     if matrix and r"\begin" not in matrix[2]:
-        rows = [row for row in re.split(r"\\\\(?:\[[^\]]*\])?", matrix[2].replace(r"\hline", "")) if row.strip()]
-        return [f"matrix {len(rows)}", *(tree_of(cell.strip()) for row in rows for cell in row.split("&"))]
+        lines = re.split(r"\\\\(?:\[[^\]]*\])?", matrix[2].replace(r"\hline", ""))
+        rows = [line for line in lines if line.strip()]
+        cells = [cell.strip() for row in rows for cell in row.split("&")]
+        return [f"matrix {len(rows)}", *map(tree_of, cells)]
     tokens = [token[0] for token in _TOKEN.finditer(text)]
     if len(tokens) < 3 or tokens[0] not in _BRACKETS or tokens[-1] not in (")", "]", "}", r"\}"):
         return None
@@ -541,7 +546,9 @@ def _inequality(text: str) -> Tree | None:
     between = _BETWEEN.fullmatch(text)
     if between:
         low, left, _, right, high = between.groups()
-        return [("(" if left == "<" else "[") + (")" if right == "<" else "]"), tree_of(low), tree_of(high)]
+        opening = "(" if left == "<" else "["
+        closing = ")" if right == "<" else "]"
+        return [opening + closing, tree_of(low), tree_of(high)]
     descending = _DESCENDING.fullmatch(text)
     if descending:
         high, right, name, left, low = descending.groups()
@@ -549,16 +556,16 @@ def _inequality(text: str) -> Tree | None:
     bound_first = _BOUND_FIRST.fullmatch(text)
     if bound_first:
         return _inequality(f"{bound_first[3]}{_REVERSED[bound_first[2]]}{bound_first[1]}")
-    one = _ONE_SIDED.fullmatch(text)
-    if not one:
+    one_sided = _ONE_SIDED.fullmatch(text)
+    if not one_sided:
         return None
-    bound = tree_of(one[2])
+    bound = tree_of(one_sided[2])
     return {
         "<": ["()", r"-\infty", bound],
         r"\le": ["(]", r"-\infty", bound],
         ">": ["()", bound, r"\infty"],
         r"\ge": ["[)", bound, r"\infty"],
-    }[one[1]]
+    }[one_sided[1]]
 
 
 def _leaf(text: str) -> Tree:

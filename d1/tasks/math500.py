@@ -24,8 +24,10 @@ _BETWEEN_VALUES = re.compile(r"\s*(?:,|;|,?\s*(?:and|or))\s*")
 def load_rows(split: str, data_file: str | None = None) -> Dataset:
     """MATH from the hub, or every row of `data_file`: `problem`, and `answer` or a `solution` that has the answer in a
     box (`data.read_problems`)."""
-    train, test = ("ankner/math-500", None), ("HuggingFaceH4/MATH-500", None)
-    return task_rows(*read_problems(split, data_file, train, test, *SCHEMAS), _task_row, TEXT)
+    train = ("ankner/math-500", None)
+    test = ("HuggingFaceH4/MATH-500", None)
+    source, rows = read_problems(split, data_file, train, test, *SCHEMAS)
+    return task_rows(source, rows, _task_row, TEXT)
 
 
 def _task_row(row: dict[str, Any]) -> dict[str, Any]:

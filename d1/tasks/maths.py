@@ -21,7 +21,7 @@ from itertools import count
 from multiprocessing.connection import wait
 from pathlib import Path
 
-from d1.tasks.latex import Tree, normalize, number_of, read, tree_of
+from d1.tasks.latex import Tree, normalize, number_of, read_answer, tree_of
 
 __all__ = ["MAX_ANSWER", "TIME_LIMIT", "Undecided", "equivalent", "normalize"]
 
@@ -34,8 +34,10 @@ _HELPER = Path(__file__).with_name("maths_process.py")
 
 _CHOICE = re.compile(r"\(([A-Z])\)")  # a letter of a multiple-choice question
 _CHOSEN = re.compile(r"\(?([A-Za-z])(?:\)?|[).:][^,()]*)")
-_SUBSCRIPT_OF_NUMBER, _DOTS = re.compile(r"[0-9]_"), re.compile(r"\\[lc]?dots|\.\.\.|…")
-_WORD, _WORDS = re.compile(r"[A-Za-z-]{4,}"), re.compile(r"(?<![\\A-Za-z])[A-Za-z]{12,}")  # spaces are removed
+_SUBSCRIPT_OF_NUMBER = re.compile(r"[0-9]_")
+_DOTS = re.compile(r"\\[lc]?dots|\.\.\.|…")
+_WORD = re.compile(r"[A-Za-z-]{4,}")
+_WORDS = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{12,}")  # spaces are removed
 
 
 class Undecided(Exception):
@@ -68,7 +70,8 @@ def equivalent(answer: str, gold: str) -> bool:
 def _equivalent(answer: str, gold: str) -> bool:
     if len(answer) > MAX_ANSWER:
         return False
-    parsed_answer, parsed_gold = read(answer), read(gold)
+    parsed_answer = read_answer(answer)
+    parsed_gold = read_answer(gold)
     if parsed_answer.unit and parsed_gold.unit and parsed_answer.unit != parsed_gold.unit:
         return False
     if not parsed_answer.text or not parsed_gold.text:
@@ -203,12 +206,12 @@ def _same_in_order(answers: Sequence[Tree], golds: Sequence[Tree]) -> bool:
 def _same_in_any_order(answers: Sequence[Tree], golds: Sequence[Tree]) -> bool:
     if len(answers) != len(golds):
         return False
-    left = list(answers)
+    remaining = list(answers)
     for gold in golds:
-        match = next((index for index, answer in enumerate(left) if _same(answer, gold)), None)
+        match = next((index for index, answer in enumerate(remaining) if _same(answer, gold)), None)
         if match is None:
             return False
-        del left[match]
+        del remaining[match]
     return True
 
 

@@ -21,7 +21,9 @@ _MEMORY = 4 << 30  # bytes
 # Without the library's units, for which "2t" is 2. Its other config passes text to Python's eval.
 _SPELLING = replace(LatexExtractionConfig().normalization_config, units=False)
 _CONFIG = [LatexExtractionConfig(normalization_config=_SPELLING)]
-_EXACT, _ROUNDED = 1e-12, 1e-5  # relative differences at which expressions differ; rounded: with a decimal in one
+# Relative differences from which on two expressions differ
+_EXACT = 1e-12
+_ROUNDED = 1e-5  # if one of them has a decimal
 _POINTS = ((3, 7), (11, 5), (2, 9))  # fractions from which the values of variables are made
 
 

@@ -24,7 +24,8 @@ __all__ = ["CONCURRENT", "REWARDS", "demonstrate", "extract", "load_rows", "scor
 INSTRUCTIONS = "Find the function f from two examples."
 ANSWER = "the expression in x alone"
 COLUMNS = ("input", "program")
-INPUTS, HIDDEN = ("abcde", "edcba"), "vwxyz"  # of the shipped examples; what an answer is judged on beyond them
+INPUTS = ("abcde", "edcba")  # of the shipped examples
+HIDDEN = "vwxyz"  # the input on which an answer is judged, too
 LETTERS = len(HIDDEN)  # letters of x, and of f(x)
 
 Function = tuple[int, ...]  # the index in x of each letter of f(x)

@@ -63,8 +63,8 @@ def cells_reward(
 ) -> list[float]:
     """Share of the originally empty cells that are right (d1's Sudoku reward)."""
 
-    def share(text: str, about: str, truth: str) -> float:
-        return _grade(extract(text), puzzle_of(about), truth)[1]
+    def share(text: str, row_question: str, truth: str) -> float:
+        return _grade(extract(text), puzzle_of(row_question), truth)[1]
 
     return reward_each(completions, share, question, ground_truth)
 
@@ -82,8 +82,11 @@ def demonstrate(row: dict[str, Any]) -> str:
         possible = {}
         for cell, digit in enumerate(grid):
             if digit == "0":
-                seen = {grid[other] for unit in _UNITS if cell in unit for other in unit}
-                possible[cell] = set("1234") - seen
+                used: set[str] = set()
+                for unit in _UNITS:
+                    if cell in unit:
+                        used.update(grid[neighbour] for neighbour in unit)
+                possible[cell] = set("1234") - used
         # A cell with one possible digit comes first, so that the text of most steps is a proof.
         cell = min(possible, key=lambda cell: (len(possible[cell]), cell))
         grid[cell] = solution[cell]
@@ -128,8 +131,8 @@ def _grade(grid: str | None, puzzle: str, solution: str) -> tuple[bool, float]:
     empty = [cell for cell, digit in enumerate(puzzle) if digit == "0"]
     if not empty:
         return False, 0.0
-    right = sum(cell < len(grid) and grid[cell] == solution[cell] for cell in empty)
-    return False, right / len(empty)
+    right_cells = sum(cell < len(grid) and grid[cell] == solution[cell] for cell in empty)
+    return False, right_cells / len(empty)
 
 
 def _solves(grid: str, puzzle: str) -> bool:

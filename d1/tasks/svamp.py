@@ -66,13 +66,13 @@ def load_rows(split: str, data_file: str | None = None) -> Dataset:
     problems whose equation does not give their answer (9 of 3,138) are left out. In the folder, those whose text
     comes twice count once, before the validation split is taken from them.
     """
-    source, rows = _read(split, data_file)
+    source, rows = _read_rows(split, data_file)
     if "Numbers" not in rows.column_names:
         return task_rows(source, rows, _hub_row, NUMBER)
-    return task_rows(source, _consistent(source, rows), _task_row, NUMBER)
+    return task_rows(source, _consistent_rows(source, rows), _task_row, NUMBER)
 
 
-def _read(split: str, data_file: str | None) -> tuple[str, Dataset]:
+def _read_rows(split: str, data_file: str | None) -> tuple[str, Dataset]:
     """The source's name and its rows."""
     check_split(split)
     folder = os.environ.get("D1_FILES")
@@ -89,12 +89,12 @@ def _read(split: str, data_file: str | None) -> tuple[str, Dataset]:
     return read_problems(split, data_file, (HUB, None), (HUB, None), COLUMNS, HUB_COLUMNS)
 
 
-def _consistent(source: str, rows: Dataset) -> list[dict[str, Any]]:
+def _consistent_rows(source: str, rows: Dataset) -> list[dict[str, Any]]:
     """The rows whose equation gives their answer, and those that cannot be read, which `task_rows` names."""
     consistent = [row for row in rows if not _contradicts_itself(row)]
-    left_out = len(rows) - len(consistent)
-    if left_out:
-        logger.info("%s: %d of %d rows do not give their own answer, left out", source, left_out, len(rows))
+    excluded = len(rows) - len(consistent)
+    if excluded:
+        logger.info("%s: %d of %d rows do not give their own answer, left out", source, excluded, len(rows))
     return consistent
 
 
@@ -128,9 +128,9 @@ def _template(row: dict[str, Any]) -> Template:
     """Raises ValueError if the text or the equation names a number that the row lacks, or the equation is none."""
     numbers = [_number(text, "Numbers") for text in str(row["Numbers"]).split()]
     template = Template(text_in(row, "Question"), text_in(row, "Equation"), numbers)
-    used = [int(placeholder) for placeholder in PLACE.findall(f"{template.text} {template.equation}")]
-    if max(used, default=-1) >= len(numbers):
-        raise ValueError(f"Numbers must have number{max(used)}, got {row['Numbers']!r}")
+    indices = [int(placeholder) for placeholder in PLACE.findall(f"{template.text} {template.equation}")]
+    if max(indices, default=-1) >= len(numbers):
+        raise ValueError(f"Numbers must have number{max(indices)}, got {row['Numbers']!r}")
     _solve(template.equation, numbers)
     return template
 
@@ -203,7 +203,7 @@ def training_rows(seed: int, per_problem: int, data_file: str | None = None) -> 
     """
     if per_problem < 1:
         raise ValueError(f"per_problem must be 1 or more, got {per_problem}")
-    source, rows = _read("train", data_file)
+    source, rows = _read_rows("train", data_file)
     if "Numbers" not in rows.column_names:
         raise ValueError(
             f"{source} has no column Numbers: set D1_FILES to a folder with svamp/train.csv, or pass a file"
@@ -211,18 +211,18 @@ def training_rows(seed: int, per_problem: int, data_file: str | None = None) -> 
     rng = random.Random(seed)
     question = PROTOCOLS["llada"]["QUESTION"]
     demonstrate_plainly = PROTOCOLS["llada"]["demonstrate"]
-    seen = set()
-    for row in _consistent(source, rows):
+    questions = set()
+    for row in _consistent_rows(source, rows):
         template = _template(row)
         count = 0
         for _ in range(DRAWS):
             numbers = _new_numbers(template.numbers, rng)
             text = fill_numbers(template.text, numbers)
-            solved = _whole_steps(template.equation, numbers)
-            if solved is None or text in seen:
+            solution = _whole_steps(template.equation, numbers)
+            if solution is None or text in questions:
                 continue
-            seen.add(text)
-            steps, value = solved
+            questions.add(text)
+            steps, value = solution
             answer = demonstrate_plainly({"solution": _format_steps(steps), "ground_truth": float(value)})
             user = {"role": "user", "content": question.format(question=text)}
             assistant = {"role": "assistant", "content": answer.strip()}
@@ -233,12 +233,12 @@ def training_rows(seed: int, per_problem: int, data_file: str | None = None) -> 
 
 
 def _new_numbers(numbers: Sequence[Fraction], rng: random.Random) -> list[Fraction]:
-    drawn = []
+    new_numbers = []
     for number in numbers:
         low = max(1, int(number / 2))
         high = max(10, int(2 * number))
-        drawn.append(Fraction(rng.randint(low, high)))
-    return drawn
+        new_numbers.append(Fraction(rng.randint(low, high)))
+    return new_numbers
 
 
 def _whole_steps(equation: str, numbers: Sequence[Fraction]) -> tuple[list[Step], Fraction] | None:

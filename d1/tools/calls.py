@@ -42,34 +42,36 @@ class CallFormat:
     @property
     def marks(self) -> list[str]:
         """The marks of a call, and those around a result."""
-        around = [part.strip() for part in self.result.split("{result}")]
-        return [self.opens, self.closes, *(part for part in around if is_mark(part))]
+        result_parts = [part.strip() for part in self.result.split("{result}")]
+        result_marks = [part for part in result_parts if is_mark(part)]
+        return [self.opens, self.closes, *result_marks]
 
     @property
     def pattern(self) -> re.Pattern[str]:
         """A whole call, whose group is the text between the marks."""
         return re.compile(f"{re.escape(self.opens)}(.*?){re.escape(self.closes)}", re.DOTALL)
 
-    def written(self, name: str, arguments: dict[str, Any], functions: Functions) -> str:
+    def write_call(self, name: str, arguments: dict[str, Any], functions: Functions) -> str:
         """A call with its marks."""
         return f"{self.opens}{self.write(name, arguments, functions)}{self.closes}"
 
 
 def is_mark(text: str) -> bool:
     """Whether a text is a mark, such as <result> or [RESULT], not a word or a sign."""
-    outer = text[:1] + text[-1:]
-    return len(text) > 2 and not any(map(str.isalnum, outer)) and any(map(str.isalnum, text))
+    first_and_last = text[:1] + text[-1:]
+    return len(text) > 2 and not any(map(str.isalnum, first_and_last)) and any(map(str.isalnum, text))
 
 
-def parameters(function: Callable[..., Any]) -> dict[str, Any]:
+def parameter_types(function: Callable[..., Any]) -> dict[str, Any]:
     """The parameters of a function and their types."""
     hints = get_type_hints(function)
     return {name: hints.get(name, str) for name in inspect.signature(function).parameters}
 
 
-def typed(text: str, kind: Any) -> Any:
-    """An argument that was written as text: a JSON value where the parameter is no text. A parameter that may also be
-    text gets the text, unless it is a JSON value of one of its other types."""
+def parse_argument(text: str, kind: Any) -> Any:
+    """The value of an argument that was written as text. A parameter of type `str` gets the text, any other parameter
+    its JSON value. A parameter that may also be a string gets the text, unless the text is a JSON value of one of its
+    other types."""
     if kind is str:
         return text
     try:
@@ -144,12 +146,12 @@ XML_PARAMETER = re.compile(r"<parameter=([^>\s]*)>\n?(.*?)\n?</parameter>", re.D
 
 def read_xml(text: str, functions: Functions) -> Call:
     """<function=NAME> <parameter=NAME> value </parameter> </function> (Nemotron, Qwen3-Coder)."""
-    found = XML_FUNCTION.fullmatch(text)
-    if not found:
+    match = XML_FUNCTION.fullmatch(text)
+    if not match:
         raise ValueError("a call must be <function=NAME><parameter=NAME>VALUE</parameter></function>")
-    name, body = found.groups()
-    kinds = parameters(function_of(name, functions))
-    return name, {key: typed(value, kinds.get(key, str)) for key, value in XML_PARAMETER.findall(body)}
+    name, parameters = match.groups()
+    kinds = parameter_types(function_of(name, functions))
+    return name, {key: parse_argument(value, kinds.get(key, str)) for key, value in XML_PARAMETER.findall(parameters)}
 
 
 def write_xml(name: str, arguments: dict[str, Any], functions: Functions) -> str:
@@ -161,14 +163,16 @@ def write_xml(name: str, arguments: dict[str, Any], functions: Functions) -> str
 def read_plain(text: str, functions: Functions) -> Call:
     """NAME: ARGUMENT for a function of one parameter, else NAME: {"NAME": VALUE, ...}; without NAME if there is one
     function."""
-    name, colon, rest = (part.strip() for part in text.partition(":"))
-    if not (colon and name in functions):
-        name, rest = (next(iter(functions)), text.strip()) if len(functions) == 1 else (name, rest)
-    kinds = parameters(function_of(name, functions))
+    name, colon, argument = (part.strip() for part in text.partition(":"))
+    has_name = colon and name in functions
+    if not has_name and len(functions) == 1:
+        name = next(iter(functions))
+        argument = text.strip()
+    kinds = parameter_types(function_of(name, functions))
     if len(kinds) == 1:
-        (only, kind), *_ = kinds.items()
-        return name, {only: typed(rest, kind)}
-    arguments = typed(rest or "{}", dict)
+        ((parameter, kind),) = kinds.items()
+        return name, {parameter: parse_argument(argument, kind)}
+    arguments = parse_argument(argument or "{}", dict)
     if not isinstance(arguments, dict):
         raise ValueError(f"{name} takes a JSON object with {', '.join(kinds)}")
     return name, arguments
@@ -176,8 +180,8 @@ def read_plain(text: str, functions: Functions) -> Call:
 
 def write_plain(name: str, arguments: dict[str, Any], functions: Functions) -> str:
     values = [value if isinstance(value, str) else json.dumps(value) for value in arguments.values()]
-    rest = values[0] if len(parameters(functions[name])) == 1 else json.dumps(arguments)
-    return rest if len(functions) == 1 else f"{name}: {rest}"
+    argument = values[0] if len(parameter_types(functions[name])) == 1 else json.dumps(arguments)
+    return argument if len(functions) == 1 else f"{name}: {argument}"
 
 
 # The first entry that fits a tokenizer is its format.
@@ -191,8 +195,9 @@ FORMATS: dict[str, CallFormat] = {
 
 def format_of(tokenizer: Any) -> str:
     """The name of the format of a tokenizer, by its chat template and its vocabulary."""
-    template, vocabulary = str(tokenizer.chat_template or ""), tokenizer.get_vocab()
-    return next(name for name, one in FORMATS.items() if one.known_by in template or one.known_by in vocabulary)
+    template = str(tokenizer.chat_template or "")
+    vocabulary = tokenizer.get_vocab()
+    return next(name for name, form in FORMATS.items() if form.known_by in template or form.known_by in vocabulary)
 
 
 EXAMPLES: dict[Any, Any] = {str: "", int: 0, float: 0, bool: True, list: [], dict: {}}
@@ -201,9 +206,9 @@ EXAMPLES: dict[Any, Any] = {str: "", int: 0, float: 0, bool: True, list: [], dic
 def example_call(name: str, functions: Functions, form: CallFormat) -> str:
     """A call with its marks, whose arguments are as short as their types allow."""
     arguments = {}
-    for key, kind in parameters(functions[name]).items():
+    for key, kind in parameter_types(functions[name]).items():
         arguments[key] = EXAMPLES.get(get_origin(kind) or kind, "")
-    return form.written(name, arguments, functions)
+    return form.write_call(name, arguments, functions)
 
 
 def summary(function: Callable[..., Any]) -> str:
@@ -213,17 +218,19 @@ def summary(function: Callable[..., Any]) -> str:
 
 def instructions(functions: Functions, form: CallFormat) -> str:
     """What tells a model about its tools where the chat template does not."""
-    lines = [f"- {name}({', '.join(parameters(one))}): {summary(one)}" for name, one in functions.items()]
+    lines = ["You can call these tools:"]
+    for name, function in functions.items():
+        lines.append(f"- {name}({', '.join(parameter_types(function))}): {summary(function)}")
     name = next(iter(functions))
-    example = form.written(name, {key: "..." for key in parameters(functions[name])}, functions)
-    return "\n".join(
-        ["You can call these tools:", *lines, f"To call one, write {example} and stop. You then get its result."]
-    )
+    example = form.write_call(name, {key: "..." for key in parameter_types(functions[name])}, functions)
+    lines.append(f"To call one, write {example} and stop. You then get its result.")
+    return "\n".join(lines)
 
 
 def renders_tools(tokenizer: Any, messages: Sequence[Message], functions: Functions) -> bool:
-    """Whether the chat template tells the model about tools that it is given."""
-    text = tokenizer.apply_chat_template(list(messages), tools=[*functions.values()], tokenize=False)
-    return all(name in text for name in functions) and text != tokenizer.apply_chat_template(
-        list(messages), tokenize=False
-    )
+    """Whether the chat template writes the tools that are passed to it into the prompt."""
+    with_tools = tokenizer.apply_chat_template(list(messages), tools=[*functions.values()], tokenize=False)
+    if not all(name in with_tools for name in functions):
+        return False
+    without_tools = tokenizer.apply_chat_template(list(messages), tokenize=False)
+    return with_tools != without_tools

@@ -67,7 +67,8 @@ class EpisodeRows(Rows):
         functions: Functions,
     ) -> None:
         super().__init__(args, tokenizer, prompts, ends)
-        self.toolbox, self.functions = toolbox, functions
+        self.toolbox = toolbox
+        self.functions = functions
         self.episodes: dict[int, tuple[Episode, list[int]]] = {}  # by the number of a row in the stream
         self.waiting: deque[Row] = deque()
 
@@ -76,7 +77,8 @@ class EpisodeRows(Rows):
             prompt, number, episode, costs = self.waiting.popleft()
         else:
             number, prompt = next(self.prompts)
-            episode, costs = Episode(prompt.messages, prompt.ids, self.functions), [0, 0]
+            episode = Episode(prompt.messages, prompt.ids, self.functions)
+            costs = [0, 0]
         self.episodes[self.count] = episode, costs
         self.add_row(prompt, number)
         turn = len(episode.turns)
@@ -86,13 +88,15 @@ class EpisodeRows(Rows):
     def finish(self, numbers: Sequence[int], sampled: Rollout) -> list[tuple[int, dict[str, Any]]]:
         """Adds a turn to the episode of each row and makes its calls. Returns the entries of those that have ended."""
         canvases = sampled.ids[:, -self.sampling.gen_length :].tolist()
-        passes, tokens = sampled.passes.tolist(), sampled.forward_tokens.tolist()
+        passes = sampled.passes.tolist()
+        tokens = sampled.forward_tokens.tolist()
         entries = []
         for row, number in enumerate(numbers):
             prompt, problem = self.at_work.pop(number)
             episode, costs = self.episodes.pop(number)
             costs = [costs[0] + passes[row], costs[1] + tokens[row]]
-            if calls := self.toolbox.append_turn(episode, canvases[row]):
+            calls = self.toolbox.append_turn(episode, canvases[row])
+            if calls:
                 self.toolbox.results(episode, calls, at=[self.args.seed, prompt.index, prompt.sample])
             if episode.end is None:
                 self.waiting.append((prompt, problem, episode, costs))

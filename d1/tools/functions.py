@@ -31,8 +31,8 @@ MAX_TEXT = 10_000  # characters of a result that are read; `TurnSettings.result_
 
 # --- The calculator and Python ----------------------------------------------------------------------------------------
 
-LONGEST = 200  # characters of an expression
-LARGEST = 4096  # bits of a numerator or denominator
+MAX_EXPRESSION = 200  # characters
+MAX_BITS = 4096  # of a numerator or denominator
 DIGITS = 12  # of a result that is no whole number
 SIGNS: dict[type[ast.AST], Callable[..., Fraction]] = {
     ast.Add: operator.add,
@@ -50,7 +50,7 @@ def power(base: Fraction, exponent: Fraction) -> Fraction:
     if exponent.denominator > 1:
         raise ValueError("an exponent must be a whole number")
     bits = max(base.numerator.bit_length(), base.denominator.bit_length())
-    if abs(exponent) * bits > LARGEST:
+    if abs(exponent) * bits > MAX_BITS:
         raise ValueError("the result is too large")
     return Fraction(base**exponent)
 
@@ -68,7 +68,7 @@ def value_of(node: ast.expr) -> Fraction:
             value = Fraction(str(number))
         case _:
             raise ValueError("use numbers, + - * / // % ** and parentheses")
-    if max(value.numerator.bit_length(), value.denominator.bit_length()) > LARGEST:
+    if max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS:
         raise ValueError("the result is too large")
     return value
 
@@ -80,8 +80,8 @@ def calculator(expression: str) -> str:
         expression: The expression, for example (37 * 46) / 2.
     """
     # Nothing is executed: the syntax tree is walked. Short expressions and bounded numbers keep it quick.
-    if len(expression) > LONGEST:
-        raise ValueError(f"an expression has at most {LONGEST} characters")
+    if len(expression) > MAX_EXPRESSION:
+        raise ValueError(f"an expression has at most {MAX_EXPRESSION} characters")
     try:
         value = value_of(ast.parse(expression.strip(), mode="eval").body)
     except ZeroDivisionError:
@@ -122,32 +122,32 @@ def load_tools(names: Sequence[str]) -> list[Callable[..., Any]]:
         FileNotFoundError: there is no such file.
         SandboxError: the tool `python` has no sandbox here.
     """
-    found: list[Callable[..., Any]] = []
+    tools: list[Callable[..., Any]] = []
     for name in names:
         if name in TOOLS:
             if TOOLS[name] is python:
                 working_python()
-            found.append(TOOLS[name])
+            tools.append(TOOLS[name])
             continue
         path = Path(name).resolve()
         if path.suffix != ".py":
-            known = ", ".join(TOOLS)
-            raise ValueError(f"--tools {name}: expected {known}, or the path of a .py file{closest(name, TOOLS)}")
+            tool_names = ", ".join(TOOLS)
+            raise ValueError(f"--tools {name}: expected {tool_names}, or the path of a .py file{closest(name, TOOLS)}")
         if not path.is_file():
             raise FileNotFoundError(f"no file of tools {path}")
-        own = functions_in(path, f"d1_user_tools_{path.stem}")
-        if not own:
+        file_functions = functions_in(path, f"d1_user_tools_{path.stem}")
+        if not file_functions:
             raise ValueError(f"the file of tools {path} defines no function")
-        found += own
-    check_tools(found)
-    return found
+        tools += file_functions
+    check_tools(tools)
+    return tools
 
 
 def check_tools(functions: Sequence[Callable[..., Any]]) -> None:
     """Raises ValueError unless a model can be told about each function, and all names differ."""
     from transformers.utils import get_json_schema
 
-    names = [one.__name__ for one in functions]
+    names = [function.__name__ for function in functions]
     for name, function in zip(names, functions, strict=True):
         if names.count(name) > 1:
             raise ValueError(f"two tools are called {name}: rename one of them")
@@ -164,7 +164,7 @@ def check_tools(functions: Sequence[Callable[..., Any]]) -> None:
 
 
 class Outcome(NamedTuple):
-    """What a call gave: the text for the model, and whether it failed or hung."""
+    """The result of a call: the text for the model, and whether the call failed or hung."""
 
     text: str
     failed: bool = False
@@ -172,7 +172,7 @@ class Outcome(NamedTuple):
 
 
 @dataclass
-class Work:
+class ToolCall:
     """One call in a thread of its own."""
 
     function: Callable[..., Any]
@@ -180,31 +180,31 @@ class Work:
     outcome: Outcome | None = None
 
     def run(self) -> None:
-        from d1.tools.state import thread_count_kept
+        from d1.tools.state import preserve_thread_count
 
         try:
-            with thread_count_kept():
+            with preserve_thread_count():
                 inspect.signature(self.function).bind(**self.arguments)
                 value = self.function(**self.arguments)
                 if inspect.isawaitable(value):
-                    value = asyncio.run(awaited(value))
+                    value = asyncio.run(await_value(value))
                 self.outcome = Outcome(text_of(value))
         except BaseException as error:  # a tool may call exit(), too
-            self.outcome = Outcome(f"error: {described(error)}", failed=True)
+            self.outcome = Outcome(f"error: {describe_error(error)}", failed=True)
 
 
-async def awaited(value: Any) -> Any:
+async def await_value(value: Any) -> Any:
     return await value
 
 
-def described(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """What a model reads of an error: the text of a ValueError, else the name of the class and the text."""
     name = type(error).__name__
     try:
-        said = text_of(error)
-    except BaseException as second:  # of the error's own __str__
-        return f"{name}: its text cannot be read ({type(second).__name__})"
-    return said if isinstance(error, ValueError) and said else f"{name}: {said}"
+        text = text_of(error)
+    except BaseException as text_error:  # of the error's own __str__
+        return f"{name}: its text cannot be read ({type(text_error).__name__})"
+    return text if isinstance(error, ValueError) and text else f"{name}: {text}"
 
 
 def text_of(value: Any) -> str:
@@ -228,20 +228,20 @@ def call(
     A function that hangs is asked to end: a loop of Python does, a call of C keeps its thread until the program ends.
 
     Args:
-        key: of the function's random numbers, where it draws them from the global generators; see `state_kept`.
+        key: of the function's random numbers, where it draws them from the global generators; see `preserve_state`.
     """
-    from d1.tools.state import state_kept  # the flags of commands need no torch
+    from d1.tools.state import preserve_state  # the flags of commands need no torch
 
-    work = Work(function, arguments)
-    thread = Thread(target=work.run, name=f"tool {function.__name__}", daemon=True)
-    with state_kept(key):
+    tool_call = ToolCall(function, arguments)
+    thread = Thread(target=tool_call.run, name=f"tool {function.__name__}", daemon=True)
+    with preserve_state(key):
         thread.start()
         thread.join(seconds)
-        hangs = work.outcome is None and thread.is_alive()
-        if hangs:
+        is_hung = tool_call.outcome is None and thread.is_alive()
+        if is_hung:
             assert thread.ident is not None
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
             thread.join(END_SECONDS)
-    if hangs:
+    if is_hung:
         return Outcome(f"error: {function.__name__} took longer than {seconds:g} seconds", failed=True, hung=True)
-    return work.outcome or Outcome(f"error: {function.__name__} ended without a result", failed=True)
+    return tool_call.outcome or Outcome(f"error: {function.__name__} ended without a result", failed=True)

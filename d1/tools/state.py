@@ -159,20 +159,23 @@ def import_state() -> tuple[list[str], list[str]]:
 
 
 def restore_import_state(state: tuple[list[str], list[str]]) -> None:
-    sys.path[:], sys.argv[:] = state
+    path, arguments = state
+    sys.path[:] = path
+    sys.argv[:] = arguments
 
 
 def loggers() -> list[tuple[logging.Logger, int, bool, bool]]:
     """The named loggers, with what silences them."""
-    named = [one for one in logging.root.manager.loggerDict.values() if isinstance(one, logging.Logger)]
-    return [(one, one.level, one.disabled, one.propagate) for one in named]
+    named = [logger for logger in logging.root.manager.loggerDict.values() if isinstance(logger, logging.Logger)]
+    return [(logger, logger.level, logger.disabled, logger.propagate) for logger in named]
 
 
 def restore_loggers(states: list[tuple[logging.Logger, int, bool, bool]]) -> None:
     for logger, level, disabled, propagate in states:
         if logger.level != level:  # setting it clears the caches of all loggers
             logger.setLevel(level)
-        logger.disabled, logger.propagate = disabled, propagate
+        logger.disabled = disabled
+        logger.propagate = propagate
 
 
 def duplicate_descriptors() -> dict[int, int]:
@@ -199,10 +202,10 @@ def resource_limits() -> list[tuple[int, int]]:
 
 def restore_resource_limits(limits: list[tuple[int, int]]) -> None:
     for kind, (soft, hard) in zip(LIMITS, limits, strict=True):
-        present = resource.getrlimit(kind)
-        if present != (soft, hard):
+        current_soft, current_hard = resource.getrlimit(kind)
+        if (current_soft, current_hard) != (soft, hard):
             with suppress(OSError, ValueError):  # a hard limit that was lowered stays so
-                resource.setrlimit(kind, (soft, present[1]))
+                resource.setrlimit(kind, (soft, current_hard))
 
 
 def determinism() -> tuple[bool, bool]:
@@ -220,7 +223,9 @@ def cudnn_flags() -> tuple[bool, bool]:
 
 
 def restore_cudnn_flags(flags: tuple[bool, bool]) -> None:
-    torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = flags
+    benchmark, deterministic = flags
+    torch.backends.cudnn.benchmark = benchmark
+    torch.backends.cudnn.deterministic = deterministic
 
 
 # How each kind of state is read, and how it is restored.
@@ -266,7 +271,7 @@ class StateKeeper:
         self.states: list[tuple[Callable[[Any], Any], Any]] = []
 
     @contextmanager
-    def kept(self) -> Iterator[None]:
+    def preserve(self) -> Iterator[None]:
         with self.lock:
             if self.calls == 0:
                 self.states = [(restore, read()) for read, restore in STATE]
@@ -285,14 +290,14 @@ KEEPER = StateKeeper()
 
 
 @contextmanager
-def state_kept(key: Sequence[int] | None = None) -> Iterator[None]:
+def preserve_state(key: Sequence[int] | None = None) -> Iterator[None]:
     """Inside, the global state of the process may change; afterwards it is as before.
 
     Args:
         key: of the random numbers inside, which begin with a seed that depends on it alone; None: they begin with the
             state of the process.
     """
-    with KEEPER.kept():
+    with KEEPER.preserve():
         if key is not None:
             seed_generators(keyed_generator(*key).initial_seed())
         yield
@@ -308,7 +313,7 @@ def seed_generators(seed: int) -> None:
 
 
 @contextmanager
-def thread_count_kept() -> Iterator[None]:
+def preserve_thread_count() -> Iterator[None]:
     """Restore the number of PyTorch's threads, in the thread that may have changed it: each thread has its own."""
     count = torch.get_num_threads()
     try:

@@ -40,7 +40,7 @@ from d1.tools.functions import Outcome, call
 ENDS = ("no_call", "unclosed", "max_turns", "no_room")  # why an episode ended
 TEMPLATE_MARK = re.compile(r"<[^<>\s'\"]{1,40}>|\[/?[A-Z_]{2,}\]")  # in a chat template: <|im_start|>, <think>, [INST]
 PLAIN_HEADER = re.compile(r"[^<>\[\]|]*[A-Za-z][^<>\[\]|]*:")  # of a turn: user:, ### Human:
-PLACE = "d1-answer"  # stands for the assistant's message while the template writes what follows it
+PLACEHOLDER = "d1-answer"  # stands for the assistant's message while the template writes what follows it
 
 
 @dataclass(frozen=True)
@@ -90,10 +90,11 @@ class Episode:
     @property
     def sampled(self) -> list[int]:
         """1 for each of `ids` that the model wrote, 0 for given text."""
-        flags, start = [0] * len(self.ids), len(self.turns[0].prompt_ids)
+        flags = [0] * len(self.ids)
+        first_prompt_length = len(self.turns[0].prompt_ids)
         for turn in self.turns:
-            at = len(turn.prompt_ids) - start
-            flags[at : at + len(turn.kept)] = [1] * len(turn.kept)
+            start = len(turn.prompt_ids) - first_prompt_length
+            flags[start : start + len(turn.kept)] = [1] * len(turn.kept)
         return flags
 
 
@@ -102,29 +103,32 @@ class Results:
 
     A line is read only if the same call is made at the same place of the same rollout."""
 
-    def __init__(self, path: Path, known: bool) -> None:
-        """`known`: keep what the file has; otherwise it begins anew."""
+    def __init__(self, path: Path, resume: bool) -> None:
+        """`resume`: keep the lines of the file; otherwise the file is written anew."""
         self.lines: dict[str, Any] = {}
         path.parent.mkdir(parents=True, exist_ok=True)
-        text = path.read_text(encoding="utf-8") if known and path.is_file() else ""
+        text = ""
+        if resume and path.is_file():
+            text = path.read_text(encoding="utf-8")
         for line in text.splitlines():
             with suppress(ValueError, KeyError, TypeError):  # cut off by a kill
                 entry = json.loads(line)
                 self.lines[json.dumps(entry["at"])] = entry
-        self.file = open(path, "a" if known else "w", encoding="utf-8")  # noqa: SIM115  (as long as the run)
+        self.file = open(path, "a" if resume else "w", encoding="utf-8")  # noqa: SIM115  (as long as the run)
         self.file.write("" if text.endswith("\n") or not text else "\n")
 
-    def of(self, at: Sequence[int], asked: Call, make: Callable[[], Outcome]) -> Outcome:
+    def get_or_make(self, key: Sequence[int], tool_call: Call, make: Callable[[], Outcome]) -> Outcome:
         """The logged outcome of a call, or that of `make`, which is then logged."""
-        key, call_of = json.dumps(list(at)), json.loads(json.dumps(asked, default=str))
-        entry = self.lines.get(key)
-        if entry is not None and entry.get("call") == call_of:
+        json_key = json.dumps(list(key))
+        json_call = json.loads(json.dumps(tool_call, default=str))
+        entry = self.lines.get(json_key)
+        if entry is not None and entry.get("call") == json_call:
             return Outcome(entry["text"], entry["failed"])
-        made = make()
-        line = {"at": list(at), "call": call_of, "text": made.text, "failed": made.failed}
+        outcome = make()
+        line = {"at": list(key), "call": json_call, "text": outcome.text, "failed": outcome.failed}
         self.file.write(json.dumps(line) + "\n")
         self.file.flush()
-        return made
+        return outcome
 
 
 class Toolbox:
@@ -146,12 +150,15 @@ class Toolbox:
     ) -> None:
         if form is not None and form not in FORMATS:
             raise ValueError(f"--tool_format must be one of {', '.join(FORMATS)}, got {form!r}")
-        self.tokenizer, self.ends, self.settings, self.options = tokenizer, ends, settings, options or {}
+        self.tokenizer = tokenizer
+        self.ends = ends
+        self.settings = settings
+        self.options = options or {}
         self.form_name = form
         self.rendered: dict[tuple[str, ...], bool] = {}  # names of tools -> whether the template tells about them
         self.writable: set[tuple[str, ...]] = set()  # names of tools whose calls the vocabulary can write
 
-    # They read the whole vocabulary, which nobody needs without tools.
+    # The properties below read the whole vocabulary, which is not needed without tools.
 
     @cached_property
     def form(self) -> CallFormat:
@@ -162,7 +169,7 @@ class Toolbox:
         return self.form.pattern
 
     @cached_property
-    def special(self) -> list[str]:
+    def special_tokens(self) -> list[str]:
         """The special tokens, the longest first."""
         flagged = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
         return sorted({*flagged, *self.tokenizer.all_special_tokens}, key=len, reverse=True)
@@ -170,29 +177,30 @@ class Toolbox:
     @cached_property
     def special_ids(self) -> set[int]:
         """The ids of the special tokens, without that for unknown words."""
-        return {*self.tokenizer.convert_tokens_to_ids(self.special)} - {self.tokenizer.unk_token_id, None}
+        return {*self.tokenizer.convert_tokens_to_ids(self.special_tokens)} - {self.tokenizer.unk_token_id, None}
 
     @cached_property
     def marks(self) -> list[str]:
         """What no result may hold, the longest first: special tokens, marks of calls and results, and the marks that
         the chat template writes."""
+        marks = {*self.special_tokens, *self.form.marks}
         template = str(self.tokenizer.chat_template or "")
-        added = [token.content for token in self.tokenizer.added_tokens_decoder.values()]
-        of_template = [
-            *TEMPLATE_MARK.findall(template),
-            *(text for text in added if is_mark(text) and text in template),
-        ]
-        of_formats = [mark for form in FORMATS.values() for mark in form.marks if is_mark(mark)]
-        marks = {*self.special, *self.form.marks, *of_template, *of_formats, *self.plain_headers}
+        marks.update(TEMPLATE_MARK.findall(template))
+        for token in self.tokenizer.added_tokens_decoder.values():
+            if is_mark(token.content) and token.content in template:
+                marks.add(token.content)
+        for form in FORMATS.values():
+            marks.update(mark for mark in form.marks if is_mark(mark))
+        marks.update(self.plain_headers)
         return sorted((mark for mark in marks if mark.strip()), key=len, reverse=True)
 
     @cached_property
     def plain_headers(self) -> list[str]:
         """The headers of turns that the chat template writes as plain text, each with the line end before it, such as
         that of "user:"."""
-        chat = [{"role": role, "content": PLACE} for role in ("user", "assistant", "user")]
+        chat = [{"role": role, "content": PLACEHOLDER} for role in ("user", "assistant", "user")]
         try:
-            parts = render_prompt(self.tokenizer, chat, **self.options).split(PLACE)
+            parts = render_prompt(self.tokenizer, chat, **self.options).split(PLACEHOLDER)
         except ValueError:  # of a template that reads questions of one form alone
             return []
         lines = [part.strip().rpartition("\n")[2] for part in parts]
@@ -208,26 +216,28 @@ class Toolbox:
             text = example_call(name, functions, self.form)
             marks = [self.form.opens.strip(), self.form.closes.strip()]
             # Some tokenizers decode with spaces between tokens, which no mark may have.
-            written = self.rewritten(text)
-            is_whole = "".join(written.split()) == "".join(text.split())
-            if not is_whole or not all(mark in written for mark in marks):
-                raise self.unwritable(text, f"a call of the tool {name}")
+            decoded = self.encode_and_decode(text)
+            is_whole = "".join(decoded.split()) == "".join(text.split())
+            if not is_whole or not all(mark in decoded for mark in marks):
+                raise self.unwritable_error(text, f"a call of the tool {name}")
         result = self.form.result.format(result="")
-        if result.strip() and not self.rewritten(result):
-            raise self.unwritable(result, "the marks of a result")
+        if result.strip() and not self.encode_and_decode(result):
+            raise self.unwritable_error(result, "the marks of a result")
         self.writable.add(tuple(functions))
 
-    def rewritten(self, text: str) -> str:
-        """The text of the ids of a text; "" if some of it has no token."""
+    def encode_and_decode(self, text: str) -> str:
+        """A text as the tokenizer decodes its ids; "" if a part of it has no token."""
         try:
             ids = encode_text(self.tokenizer, text)
         except ValueError:
             return ""
-        return "" if self.tokenizer.unk_token_id in ids else str(self.tokenizer.decode(ids))
+        if self.tokenizer.unk_token_id in ids:
+            return ""
+        return str(self.tokenizer.decode(ids))
 
-    def unwritable(self, text: str, what: str) -> ValueError:
+    def unwritable_error(self, text: str, role: str) -> ValueError:
         return ValueError(
-            f"{self.tokenizer.name_or_path}: its vocabulary cannot write {text!r:.200}, {what}: use another "
+            f"{self.tokenizer.name_or_path}: its vocabulary cannot write {text!r:.200}, {role}: use another "
             "--tool_format, or a model that can call tools (docs/tools.md)"
         )
 
@@ -240,12 +250,14 @@ class Toolbox:
         messages = list(prompt)
         if not functions:
             return messages, {}
-        if (names := tuple(functions)) not in self.rendered:
+        names = tuple(functions)
+        if names not in self.rendered:
             self.rendered[names] = renders_tools(self.tokenizer, messages, functions)
         if self.rendered[names]:
             return messages, {"tools": [*functions.values()]}
-        first, *rest = messages
-        return [{**first, "content": f"{instructions(functions, self.form)}\n\n{first['content']}"}, *rest], {}
+        first, *later = messages
+        content = f"{instructions(functions, self.form)}\n\n{first['content']}"
+        return [{**first, "content": content}, *later], {}
 
     # --- The cut ------------------------------------------------------------------------------------------------------
 
@@ -262,10 +274,14 @@ class Toolbox:
         before_end = first_end(canvas_ids, self.ends)
         if is_last or not self.stops(canvas_ids[:before_end]):
             return min(before_end + 1, len(canvas_ids))
-        low, high = 1, before_end  # the first tokens with all calls: bisection
+        # The shortest beginning with all calls, by bisection.
+        low, high = 1, before_end
         while low < high:
             middle = (low + high) // 2
-            low, high = (low, middle) if self.stops(canvas_ids[:middle]) else (middle + 1, high)
+            if self.stops(canvas_ids[:middle]):
+                high = middle
+            else:
+                low = middle + 1
         return low
 
     # --- Turns --------------------------------------------------------------------------------------------------------
@@ -283,25 +299,36 @@ class Toolbox:
 
     def append_turn(self, episode: Episode, canvas_ids: Sequence[int]) -> list[str]:
         """Adds a canvas to an episode; returns the texts of the calls that need results. Without any, it has ended."""
+        # The cut
         is_last = self.stop_of(len(episode.turns)) is None
         kept = list(canvas_ids[: self.cut(canvas_ids, is_last)])
         episode.turns.append(Turn(episode.next_ids, kept))
         episode.cache_rows.crop(len(episode.next_ids) + len(kept))
         text = self.tokenizer.decode(kept, skip_special_tokens=True)
         episode.messages.append({"role": "assistant", "content": text})
+
+        # Its calls
         calls = self.calls_in(kept[: first_end(kept, self.ends)])[: self.settings.calls_per_turn]
-        if is_last or not calls:
-            opened = self.pattern.sub("", self.tokenizer.decode(kept)).count(self.form.opens)
-            episode.finish("max_turns" if calls else "unclosed" if opened else "no_call")
-            return []
-        return calls
+        if calls and not is_last:
+            return calls
+
+        # Without calls that need results, the episode ends.
+        text_without_calls = self.pattern.sub("", self.tokenizer.decode(kept))
+        if calls:
+            episode.finish("max_turns")
+        elif self.form.opens in text_without_calls:
+            episode.finish("unclosed")
+        else:
+            episode.finish("no_call")
+        return []
 
     def results(
         self, episode: Episode, calls: Sequence[str], log: Results | None = None, at: Sequence[int] = ()
     ) -> None:
         """Makes the calls of an episode's last turn and gives it their results. `at` is the key of the rollout: of its
         results in the log, and of the random numbers of tools. Nothing that a tool does raises an error here."""
-        outcomes, messages, made = [], [], []
+        # Make the calls.
+        outcomes, tool_calls, messages = [], [], []
         for number, text in enumerate(calls):
             name, arguments = "unknown", dict[str, Any]()
             try:
@@ -309,87 +336,96 @@ class Toolbox:
             except ValueError as error:
                 outcome = Outcome(f"error: {error}", failed=True)
             else:
-                where = [*at, episode.number, len(episode.turns) - 1, number]
-                make = partial(call, episode.functions[name], arguments, self.settings.tool_seconds, where)
-                outcome = make() if log is None else log.of(where, (name, arguments), make)
+                key = [*at, episode.number, len(episode.turns) - 1, number]
+                make = partial(call, episode.functions[name], arguments, self.settings.tool_seconds, key)
+                outcome = make() if log is None else log.get_or_make(key, (name, arguments), make)
             outcomes.append(outcome)
             # As text: TRL's tables of completions cannot hold arguments of different types.
-            written = valid_unicode(json.dumps(arguments, ensure_ascii=False))
-            function = {"name": name, "arguments": written}
-            made.append({"type": "function", "function": function})
+            arguments_text = valid_unicode(json.dumps(arguments, ensure_ascii=False))
+            function = {"name": name, "arguments": arguments_text}
+            tool_calls.append({"type": "function", "function": function})
             messages.append({"role": "tool", "name": name, "content": outcome.text})
         episode.calls += len(outcomes)
         episode.failed += sum(outcome.failed for outcome in outcomes)
         episode.hung |= any(outcome.hung for outcome in outcomes)
-        last = episode.turns[-1]
-        following = [*last.prompt_ids, *last.kept, *self.given(episode, [outcome.text for outcome in outcomes])]
-        if self.settings.max_turn_prompt is not None and len(following) > self.settings.max_turn_prompt:
+
+        # Their results are the end of the next prompt, if it has room for them.
+        turn = episode.turns[-1]
+        result_ids = self.encode_results(episode, [outcome.text for outcome in outcomes])
+        next_ids = [*turn.prompt_ids, *turn.kept, *result_ids]
+        if self.settings.max_turn_prompt is not None and len(next_ids) > self.settings.max_turn_prompt:
             episode.finish("no_room")
             return
-        episode.next_ids = following
-        episode.messages[-1]["tool_calls"] = made
+        episode.next_ids = next_ids
+        episode.messages[-1]["tool_calls"] = tool_calls
         episode.messages += messages
 
-    def given(self, episode: Episode, results: Sequence[str]) -> list[int]:
+    def encode_results(self, episode: Episode, results: Sequence[str]) -> list[int]:
         """The ids between the last turn and the next canvas: the EOS if the cut removed it, results, header."""
-        ids = self.ids_of_results(episode, [self.readable(text) for text in results])
-        plain = ids
+        ids = self.render_results(episode, [self.clean_result(text) for text in results])
+        ids_of_empty_results = ids
         with suppress(ValueError):  # of a template that refuses empty messages
-            plain = self.ids_of_results(episode, [""] * len(results))
-        if self.special_in(ids) != self.special_in(plain):  # together with the text around it, a result makes a token
-            ids = plain
+            ids_of_empty_results = self.render_results(episode, [""] * len(results))
+        if self.special_ids_in(ids) != self.special_ids_in(ids_of_empty_results):
+            ids = ids_of_empty_results  # a result and the text around it form a special token
+
+        # The EOS of the turn: once, whether the cut removed it or not.
+        begins_with_end = bool(ids) and ids[0] in self.ends
         kept = episode.turns[-1].kept
         if kept and kept[-1] in self.ends:
-            return ids[1:] if ids[:1] and ids[0] in self.ends else ids
-        return ids if ids[:1] and ids[0] in self.ends else [self.ends[0], *ids]
+            return ids[1:] if begins_with_end else ids
+        return ids if begins_with_end else [self.ends[0], *ids]
 
-    def ids_of_results(self, episode: Episode, results: Sequence[str]) -> list[int]:
+    def render_results(self, episode: Episode, results: Sequence[str]) -> list[int]:
         """The ids that the template writes after an answer: its end, the results as the user's message, the header."""
         content = "\n".join(self.form.result.format(result=text) for text in results)
-        placeholder = PLACE
+        placeholder = PLACEHOLDER
         while placeholder in content:
-            placeholder += PLACE
+            placeholder += PLACEHOLDER
         messages = [{"role": "assistant", "content": placeholder}, {"role": "user", "content": content}]
         rendered = render_prompt(self.tokenizer, [*episode.prompt, *messages], **self.options)
         return encode_text(self.tokenizer, rendered.rpartition(placeholder)[2])
 
-    def special_in(self, ids: Sequence[int]) -> list[int]:
+    def special_ids_in(self, ids: Sequence[int]) -> list[int]:
         return [token for token in ids if token in self.special_ids]
 
-    def readable(self, text: str) -> str:
+    def clean_result(self, text: str) -> str:
         """A result that cannot be mistaken for anything else: without special tokens and marks of calls, without
         characters that have no token, and cut to the length allowed."""
-        text, most = self.without_marks(text), self.settings.result_length
+        text = self.remove_marks(text)
         try:
             ids = encode_text(self.tokenizer, text)
         except ValueError:  # a vocabulary without unknown tokens
             ids = None
         if ids is None or self.has_marks(ids):  # the tokenizer's normalizer made them of other characters
-            text = self.without_marks(" ".join(word for word in text.split() if self.knows(word)))
+            words = [word for word in text.split() if self.is_plain_word(word)]
+            text = self.remove_marks(" ".join(words))
             ids = encode_text(self.tokenizer, text)
         if self.has_marks(ids):  # of several words
-            text, ids = "", []
-        if len(ids) <= most:
+            text = ""
+            ids = []
+        max_length = self.settings.result_length
+        if len(ids) <= max_length:
             return text
-        return self.without_marks(str(self.tokenizer.decode(ids[:most])))
+        return self.remove_marks(str(self.tokenizer.decode(ids[:max_length])))
 
     def has_marks(self, ids: Sequence[int]) -> bool:
         """Whether ids have a special token, or a mark in the text that they decode to."""
         text = "\n" + str(self.tokenizer.decode(list(ids)))  # headers begin a line
-        return bool(self.special_in(ids)) or any(mark in text for mark in self.marks)
+        return bool(self.special_ids_in(ids)) or any(mark in text for mark in self.marks)
 
-    def without_marks(self, text: str) -> str:
+    def remove_marks(self, text: str) -> str:
         """A text without what is invisible and without `marks`, also those that appear when others are removed."""
-        text = "\n" + "".join(one for one in text if one.isprintable() or one in "\n\t")  # headers begin a line
-        found = True
-        while found:
-            found = False
+        visible = [character for character in text if character.isprintable() or character in "\n\t"]
+        text = "\n" + "".join(visible)  # headers begin a line
+        before = ""
+        while text != before:
+            before = text
             for mark in self.marks:
-                if mark in text:
-                    text, found = text.replace(mark, " "), True
+                text = text.replace(mark, " ")
         return text.removeprefix("\n")
 
-    def knows(self, word: str) -> bool:
+    def is_plain_word(self, word: str) -> bool:
         """Whether a word has tokens, none of which is special, and no mark."""
         try:
             ids = encode_text(self.tokenizer, word)
@@ -402,39 +438,50 @@ class Toolbox:
         episodes: Sequence[Episode],
         sample: Callable[[list[int], int], Sequence[Sequence[int]]],
         *,
-        anyone: Callable[[bool], bool] = bool,
+        any_process: Callable[[bool], bool] = bool,
         all_rows: bool = False,
         log: Results | None = None,
         at: Sequence[int] = (),
     ) -> None:
-        """Plays episodes to their ends.
+        """Runs episodes to their ends.
 
         Args:
             sample: canvases (rows, canvas) for the episodes with these numbers, in this turn.
-            anyone: whether this is true in any process; processes then take part in the same number of turns. One
-                without rows of its own samples its first row again, and the result is dropped.
+            any_process: whether a value is true in any process, so that all processes take part in the same number of
+                turns. A process whose episodes have ended samples its first row again, and drops the result.
             all_rows: sample all rows in every turn, for processes that must make the same forward passes.
         """
         for turn in range(self.settings.max_turns):
-            live = [row for row, episode in enumerate(episodes) if episode.end is None]
-            if not anyone(bool(live)):
+            # Sample the episodes that have not ended.
+            active = [row for row, episode in enumerate(episodes) if episode.end is None]
+            if not any_process(bool(active)):
                 return
-            rows = [*range(len(episodes))] if all_rows else live or [0]
+            rows = active or [0]
+            if all_rows:
+                rows = list(range(len(episodes)))
             canvases = dict(zip(rows, sample(rows, turn), strict=True))
-            asked = [
-                (episodes[row], calls) for row in live if (calls := self.append_turn(episodes[row], canvases[row]))
-            ]
 
-            def answer(pair: tuple[Episode, list[str]]) -> None:
-                self.results(*pair, log, at)
+            # Cut their canvases.
+            with_calls = []
+            for row in active:
+                calls = self.append_turn(episodes[row], canvases[row])
+                if calls:
+                    with_calls.append((episodes[row], calls))
 
-            # A user's functions may share state, so they are called one after the other unless they say otherwise.
-            apart = all(getattr(one, "concurrent", False) for episode, _ in asked for one in episode.functions.values())
-            with ThreadPoolExecutor(WORKERS if apart else 1) as pool:
-                [*pool.map(answer, asked)]
+            # Make the calls. A user's functions may share state, so they are called one after the other unless all are
+            # marked as concurrent.
+            def make_calls(episode_and_calls: tuple[Episode, list[str]]) -> None:
+                episode, calls = episode_and_calls
+                self.results(episode, calls, log, at)
+
+            functions = [function for episode, _ in with_calls for function in episode.functions.values()]
+            is_concurrent = all(getattr(function, "concurrent", False) for function in functions)
+            with ThreadPoolExecutor(WORKERS if is_concurrent else 1) as pool:
+                for _ in pool.map(make_calls, with_calls):  # raises the errors of its threads
+                    pass
 
 
 def ends_of(episodes: Iterable[Episode]) -> Mapping[str, int]:
     """How many episodes ended for each reason."""
-    found = Counter(episode.end for episode in episodes)
-    return {name: found[name] for name in ENDS}
+    counts = Counter(episode.end for episode in episodes)
+    return {name: counts[name] for name in ENDS}

@@ -6,7 +6,7 @@ import pytest
 
 from d1.models import load_tokenizer
 from d1.runs.turns import TurnSettings
-from d1.tools.calls import FORMATS, format_of, instructions, typed
+from d1.tools.calls import FORMATS, format_of, instructions, parse_argument
 from d1.tools.turns import Toolbox
 
 CHATML = (
@@ -61,17 +61,17 @@ CASES = [
     ],
 )
 def test_text_is_read_by_the_type_of_its_parameter(kind, text, value):
-    assert typed(text, kind) == value
+    assert parse_argument(text, kind) == value
     for wrong in (int, Literal["other"], list[str] | None):
         with pytest.raises(ValueError, match="'no number' is not a JSON value"):
-            typed("no number", wrong)
+            parse_argument("no number", wrong)
 
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize(("functions", "function", "arguments"), CASES)
 def test_a_call_that_is_written_is_read(name, functions, function, arguments):
     form = FORMATS[name]
-    text = f"I call it. {form.written(function, arguments, functions)} and wait"
+    text = f"I call it. {form.write_call(function, arguments, functions)} and wait"
     (inside,) = form.pattern.findall(text)
     assert form.read(inside, functions) == (function, arguments)
 

@@ -9,7 +9,7 @@ from tokenizers import AddedToken, normalizers
 from d1.models.tokenizer import encode_prompt, render_prompt
 from d1.runs.turns import TurnSettings
 from d1.tools.calls import FORMATS, MAX_DEPTH
-from d1.tools.turns import PLACE, Episode, Results, Toolbox
+from d1.tools.turns import PLACEHOLDER, Episode, Results, Toolbox
 from tests.d1.sft.test_data import TEMPLATES, TOKENIZERS, byte_tokenizer
 
 ENDS = [1, 3, 5, 0]  # eos, <|im_end|>, <|eot|>, pad
@@ -64,7 +64,7 @@ def play(tokenizer, result, form="json", call=None, log=None, **limits):
 
     functions = {"product": product}
     toolbox = Toolbox(tokenizer, ENDS, TurnSettings(**limits), form)
-    call = call or toolbox.form.written("product", {"pair": "3*4"}, functions)
+    call = call or toolbox.form.write_call("product", {"pair": "3*4"}, functions)
     start = encode_prompt(tokenizer, render_prompt(tokenizer, PROMPT))
     turns = [encode_prompt(tokenizer, text) for text in (call, "12")]
     episode = Episode(PROMPT, start, functions)
@@ -149,7 +149,9 @@ def test_a_normalizer_makes_no_mark_of_a_result(name):
     assert tokenizer.decode(given) == tokenizer.decode(plain)
 
 
-@pytest.mark.parametrize("result", [PLACE, f"{PLACE}{PLACE}", f"a {PLACE} b", f"{PLACE}-{PLACE[:4]}"])
+@pytest.mark.parametrize(
+    "result", [PLACEHOLDER, f"{PLACEHOLDER}{PLACEHOLDER}", f"a {PLACEHOLDER} b", f"{PLACEHOLDER}-{PLACEHOLDER[:4]}"]
+)
 @pytest.mark.parametrize("template", ["chatml", "llada", "unasked", "plain", "thinking"])
 def test_a_result_that_names_the_place_of_the_answer_loses_nothing(result, template):
     tokenizer = TOKENIZERS[template]
@@ -200,11 +202,11 @@ def test_halves_of_characters_in_calls_and_results_can_be_written(tmp_path):
     """Two that belong together become one character; an evaluation's file and its log take what is left."""
     tokenizer = TOKENIZERS["chatml"]
     call = '<tool_call>{"name": "product", "arguments": {"pair": "\\ud83d\\ude00 \\ud800"}}</tool_call>'
-    log = Results(tmp_path / "log.jsonl", known=False)
+    log = Results(tmp_path / "log.jsonl", resume=False)
     episode, given = play(tokenizer, "5\udfff\ud83d\ude00", call=call, log=log)
     arguments = episode.messages[0]["tool_calls"][0]["function"]["arguments"]
     assert json.loads(arguments) == {"pair": "\U0001f600 \ufffd"}
     assert episode.messages[1]["content"] == "5\ufffd\U0001f600"
     json.dumps(episode.messages, ensure_ascii=False).encode()
-    again = Results(tmp_path / "log.jsonl", known=True)
+    again = Results(tmp_path / "log.jsonl", resume=True)
     assert play(tokenizer, "another result", call=call, log=again)[1] == given

@@ -168,7 +168,7 @@ def test_what_follows_a_call_is_what_the_template_writes(template, form):
     ends = [1, 3, 5, 0]  # eos, <|im_end|>, <|eot|>, pad
     toolbox = Toolbox(tokenizer, ends, TurnSettings(), form)
     functions = {"product": product}
-    call = toolbox.form.written("product", {"pair": "3*4"}, functions)
+    call = toolbox.form.write_call("product", {"pair": "3*4"}, functions)
     prompt = [
         {"role": "user", "content": "ab"},
         {"role": "assistant", "content": "c"},
@@ -193,7 +193,7 @@ def test_a_vocabulary_without_unknown_tokens_reads_what_it_can(box, monkeypatch)
     toolbox, _, _ = box()
     toolbox.tokenizer.backend_tokenizer.model.unk_token = ""
     toolbox.tokenizer._special_tokens_map["unk_token"] = None
-    known = toolbox.readable("ab Ünknown 12")
+    known = toolbox.clean_result("ab Ünknown 12")
     assert known.split() == ["ab", "12"]
 
 
@@ -207,14 +207,14 @@ def test_processes_take_part_until_nobody_is_left(box):
 
     answers = iter([True, True, False])
     episodes = [Episode([{"role": "user", "content": "1"}], ids("<user>1<assistant>"), {}, row) for row in range(2)]
-    toolbox.run_episodes(episodes, sample, anyone=lambda own: next(answers))
+    toolbox.run_episodes(episodes, sample, any_process=lambda has_rows: next(answers))
     assert asked == [(0, [0, 1]), (1, [0])]  # the second turn is another process's
     assert [len(one.turns) for one in episodes] == [1, 1]
     asked.clear()
     answers = iter([True, True, True])
     for one in episodes:
         one.end, one.turns, one.next_ids = None, [], ids("<user>1<assistant>")
-    toolbox.run_episodes(episodes, sample, anyone=lambda own: next(answers), all_rows=True)
+    toolbox.run_episodes(episodes, sample, any_process=lambda has_rows: next(answers), all_rows=True)
     assert asked == [(turn, [0, 1]) for turn in range(3)]
     assert [len(one.turns) for one in episodes] == [1, 1]
 
@@ -235,16 +235,16 @@ def test_logged_results_are_taken_for_the_same_call_at_the_same_place(box, tmp_p
 
     _, play, _ = box(chance, length=16)
     scripts = [["(a)", "1"], ["(f)", "1"], ["(b)", "1"]]
-    first, _ = play(*scripts, log=Results(path, known=False))
+    first, _ = play(*scripts, log=Results(path, resume=False))
     with path.open("a") as file:
         file.write('{"at": [5, 0, 0, 0], "ca')  # a kill
-    again, _ = play(["(a)", "1"], ["(f)", "1"], ["(c)", "1"], log=Results(path, known=True))
+    again, _ = play(["(a)", "1"], ["(f)", "1"], ["(c)", "1"], log=Results(path, resume=True))
     assert made == ["a", "f", "b", "c"]
     assert [one.ids for one in first[:2]] == [one.ids for one in again[:2]]
     assert again[1].failed == 1
-    third, _ = play(*scripts[:2], ["(c)", "1"], log=Results(path, known=True))
+    third, _ = play(*scripts[:2], ["(c)", "1"], log=Results(path, resume=True))
     assert len(made) == 4
     assert third[2].messages[1]["content"] == "4"
-    play(*scripts, log=Results(path, known=False))  # a new run
+    play(*scripts, log=Results(path, resume=False))  # a new run
     assert len(made) == 7
     assert all(json.loads(line) for line in path.read_text().splitlines())
