@@ -117,7 +117,7 @@ def read_value(words: Iterator[str], dereference: Any) -> Any:
 
 # None of them is an operator on two values: the other one could be what a test expects.
 OPERATIONS: dict[str, Any] = {
-    "call": lambda function, *arguments, **named: function(*arguments, **named),
+    "call": lambda function, /, *arguments, **named: function(*arguments, **named),
     "attribute": getattr,
     "length": len,
     "item": operator.getitem,
@@ -156,7 +156,7 @@ def answer_calls(limits: dict[str, Any]) -> None:
                 continue
             operation, arguments, named = message
             value = OPERATIONS[operation](*arguments, **named)
-            reply("value", value, arguments[1:] if operation == "call" else [])
+            reply("value", value, [arguments[1:], named] if operation == "call" else [[], {}])
         except Exception as error:
             names = [kind.__name__ for kind in type(error).__mro__]
             reply("error", names, str(error)[:1000])
@@ -176,8 +176,9 @@ def run_alone(limits: dict[str, Any]) -> None:
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # the kernel may end the process
     try:
         exec(compile(program, "program.py", "exec"), {"__name__": "__main__"})
-    except SystemExit:
-        pass
+    except SystemExit as end:
+        if end.code is not None and not isinstance(end.code, int):
+            sys.stdout.write(f"{end.code}\n")
     except BaseException as error:
         sys.stdout.write(f"{type(error).__name__}: {error}\n")
     sys.stdout.flush()
@@ -187,20 +188,21 @@ def run_alone(limits: dict[str, Any]) -> None:
 
 
 class Remote:
-    """An object of the program's side. It equals itself alone, and no operator on two values reaches the program."""
+    """An object of the program's side. It equals itself alone, and no operator on two values reaches the program. Its
+    own two attributes have names that no attribute of a program has."""
 
     def __init__(self, ask: Any, number: int) -> None:
-        vars(self).update(ask=ask, number=number)
+        vars(self).update({"<ask>": ask, "<number>": number})
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return self.ask("attribute", self, name)
+        return vars(self)["<ask>"]("attribute", self, name)
 
 
 def make_method(operation: str) -> Any:
     """A method that asks the program's side for an operation on its object."""
-    return lambda self, *arguments, **named: self.ask(operation, self, *arguments, **named)
+    return lambda self, /, *arguments, **named: vars(self)["<ask>"](operation, self, *arguments, **named)
 
 
 for _name, _operation in {
@@ -245,7 +247,8 @@ class Program:
         self.max_reply = max_reply  # bytes
 
     def send(self, message: Any) -> tuple[Any, list[Any]]:
-        """Sends a message; returns the value of the reply, and the arguments as the call has changed them."""
+        """Sends a message; returns the value of the reply, and the arguments as the call has changed them: those by
+        position, and those by name."""
         words = pack(message, self.number_of)
         # A program that has ended, or that says too much, passes nothing from here on, whatever the tests catch.
         try:
@@ -264,17 +267,19 @@ class Program:
     def remote(self, number: int) -> Remote:
         return Remote(self.ask, number)
 
-    def ask(self, operation: str, *arguments: Any, **named: Any) -> Any:
-        value, changed_arguments = self.send([operation, [*arguments], named])
+    def ask(self, operation: str, /, *arguments: Any, **named: Any) -> Any:
+        value, (changed_arguments, changed_named) = self.send([operation, [*arguments], named])
         for argument, changed in zip(arguments[1:], changed_arguments, strict=False):
             update(argument, changed)
+        for name, changed in changed_named.items():
+            update(named[name], changed)
         return value
 
     @staticmethod
     def number_of(value: Any) -> int:
         if not isinstance(value, Remote):
             raise TypeError(f"a test hands the program a {type(value).__name__}, which is no plain value")
-        return int(value.number)
+        return int(vars(value)["<number>"])
 
 
 class Case:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -106,6 +107,7 @@ class Results:
     def __init__(self, path: Path, resume: bool) -> None:
         """`resume`: keep the lines of the file; otherwise the file is written anew."""
         self.lines: dict[str, Any] = {}
+        self.lock = threading.Lock()  # calls of several rows may run at the same time
         path.parent.mkdir(parents=True, exist_ok=True)
         text = ""
         if resume and path.is_file():
@@ -126,8 +128,9 @@ class Results:
             return Outcome(entry["text"], entry["failed"])
         outcome = make()
         line = {"at": list(key), "call": json_call, "text": outcome.text, "failed": outcome.failed}
-        self.file.write(json.dumps(line) + "\n")
-        self.file.flush()
+        with self.lock:
+            self.file.write(json.dumps(line) + "\n")
+            self.file.flush()
         return outcome
 
 
@@ -192,7 +195,7 @@ class Toolbox:
         for form in FORMATS.values():
             marks.update(mark for mark in form.marks if is_mark(mark))
         marks.update(self.plain_headers)
-        return sorted((mark for mark in marks if mark.strip()), key=len, reverse=True)
+        return sorted((mark for mark in marks if mark.strip()), key=lambda mark: (-len(mark), mark))
 
     @cached_property
     def plain_headers(self) -> list[str]:

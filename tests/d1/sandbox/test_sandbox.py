@@ -359,6 +359,32 @@ with __case__(5):
     assert passed(program, Cases(source, names, 6)) == {0, 1, 2, 3, 5}  # no program says what equals what
 
 
+def test_no_name_of_the_program_is_one_of_the_pipes() -> None:
+    """Functions, attributes and keywords with names that this library's own functions have."""
+    program = """
+def number(n): return n + 1
+def ask(function, operation, self): return function - operation * self
+class Point:
+    def __init__(self, number, ask): self.number, self.ask = number, ask
+def extend(items, more): items += more; more.clear()
+"""
+    source = """
+with __case__(0):
+    assert number(1) == __solution__.number(1) == 2
+with __case__(1):
+    assert ask(function=7, operation=2, self=3) == 1
+with __case__(2):
+    point = Point(3, ask=4)
+    assert (point.number, point.ask) == (3, 4)
+with __case__(3):
+    items, more = [1], [2]
+    extend(items=items, more=more)
+    assert (items, more) == ([1, 2], [])
+"""
+    names = ("number", "ask", "Point", "extend", "__solution__")
+    assert passed(program, Cases(source, names, 4)) == {0, 1, 2, 3}
+
+
 def test_a_program_that_has_ended_passes_nothing_that_the_tests_catch() -> None:
     source = (
         "with __case__(0):\n    assert f(1) == 2\nwith __case__(1):\n    try: f(0)\n    except BaseException: pass\n"

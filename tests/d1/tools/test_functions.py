@@ -69,6 +69,7 @@ def test_the_calculator_computes_nothing_else_and_nothing_large(expression, said
         ("print(1)\n1 / 0", "1\nZeroDivisionError: division by zero"),
         ("def f(:", "SyntaxError: invalid syntax (program.py, line 1)"),
         ("import sys\nprint(2)\nsys.exit(1)", "2"),
+        ("import sys\nprint(2)\nsys.exit('no root')", "2\nno root"),
         ("open('/etc/passwd')", "FileNotFoundError: [Errno 2] No such file or directory: '/etc/passwd'"),
         ("import os\nprint(1)\nos._exit(3)", "1\nSystemExit: it ended with status 3"),
         ("import os\nprint(1)\nos.close(1)", "1"),
