@@ -274,7 +274,7 @@ def part_serve(bench: Bench) -> None:
 
             def serve(engine: Engine = engine) -> None:
                 events: list[Any] = []
-                rows = [Row(f"{row}", prompt, settings, (), 0, tell=events.append) for row in range(count)]
+                rows = [Row(f"{row}", prompt, settings, (), 0, on_event=events.append) for row in range(count)]
                 engine.submit(rows)
                 while len(events) < count:
                     time.sleep(1e-3)

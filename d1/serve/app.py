@@ -15,7 +15,7 @@ from typing import Any
 from d1.files import valid_unicode
 from d1.models.adapters import base_digest
 from d1.runs.cli import one_line
-from d1.serve.answers import Choice, choice_of, envelope, generated, usage
+from d1.serve.answers import Choice, choice_of, envelope, sglang_answer, usage
 from d1.serve.engine import QueueFull, Stopped, weights_below
 from d1.serve.requests import (
     ANYTHING,
@@ -26,16 +26,21 @@ from d1.serve.requests import (
     Pause,
     Server,
     Update,
-    completed,
-    streamed,
+    complete_rows,
+    stream_rows,
 )
 from d1.show.page import film_page
 
-OPEN = ("/", "/health")  # without the API key
-LARGEST_BODY = 8 << 20  # bytes
-HERE = Path(__file__).parent
-STATUS: dict[type[Exception], int] = {LookupError: 404, QueueFull: 429, ValueError: 400}
-STATUS |= {ConnectionError: 503, Stopped: 503}
+OPEN_PATHS = ("/", "/health")  # without the API key
+MAX_BODY_BYTES = 8 << 20
+PAGE_FOLDER = Path(__file__).parent
+STATUS: dict[type[Exception], int] = {
+    LookupError: 404,
+    QueueFull: 429,
+    ValueError: 400,
+    ConnectionError: 503,
+    Stopped: 503,
+}
 
 
 # FastAPI is optional, so the functions below import it. It reads the annotations of routes, which must not be strings,
@@ -74,19 +79,22 @@ def add_refusals(app: Any) -> None:
     from fastapi.exceptions import RequestValidationError
     from starlette.exceptions import HTTPException
 
-    def refused(request: Any, error: Exception) -> Any:
-        known = [STATUS[kind] for kind in STATUS if isinstance(error, kind)]
-        return refusal(getattr(error, "status", None) or [*known, 500][0], one_line(error))
+    def refuse_error(request: Any, error: Exception) -> Any:
+        status = getattr(error, "status", None)
+        if not status:
+            statuses = [STATUS[kind] for kind in STATUS if isinstance(error, kind)]
+            status = statuses[0] if statuses else 500
+        return refusal(status, one_line(error))
 
     for kind in (*STATUS, Exception):
-        app.add_exception_handler(kind, refused)
+        app.add_exception_handler(kind, refuse_error)
 
     @app.exception_handler(RequestValidationError)
-    def malformed(request: Any, error: RequestValidationError) -> Any:
+    def refuse_fields(request: Any, error: RequestValidationError) -> Any:
         return refusal(400, "; ".join(map(message_of, error.errors()[:3])))
 
     @app.exception_handler(HTTPException)
-    def unknown(request: Any, error: HTTPException) -> Any:
+    def refuse_route(request: Any, error: HTTPException) -> Any:
         return refusal(error.status_code, str(error.detail))
 
 
@@ -102,21 +110,23 @@ def message_of(error: dict[str, Any]) -> str:
     return f"{field}: not supported here with the value {error['input']!r:.80}: {advice}"
 
 
-async def answered(request: Any, work: Awaitable[Any]) -> Any:
-    """The result of `work`; status 499, and `work` is cancelled, if the client leaves before it is there."""
+async def answer_unless_disconnected(request: Any, make_answer: Awaitable[Any]) -> Any:
+    """The result of `make_answer`; status 499, and `make_answer` is cancelled, if the client leaves before it is
+    there."""
     from fastapi.responses import Response
 
-    async def departure() -> None:
+    async def wait_for_disconnect() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    both = [asyncio.ensure_future(work), asyncio.ensure_future(departure())]
+    answer = asyncio.ensure_future(make_answer)
+    disconnect = asyncio.ensure_future(wait_for_disconnect())
     try:
-        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-        return both[0].result() if both[0].done() else Response(status_code=499)
+        await asyncio.wait([answer, disconnect], return_when=asyncio.FIRST_COMPLETED)
+        return answer.result() if answer.done() else Response(status_code=499)
     finally:
-        for task in both:
-            task.cancel()
+        answer.cancel()
+        disconnect.cancel()
 
 
 def sglang_routes(server: Server) -> Any:
@@ -124,7 +134,8 @@ def sglang_routes(server: Server) -> Any:
     from fastapi import APIRouter, Request
     from fastapi.responses import JSONResponse, Response
 
-    router, engine = APIRouter(), server.engine
+    router = APIRouter()
+    engine = server.engine
     base = base_digest(engine.model)  # of the model that the server was started from, to which adapters are added
 
     @router.get("/health")
@@ -133,24 +144,32 @@ def sglang_routes(server: Server) -> Any:
 
     @router.get("/model_info")
     async def model_info() -> Any:
-        facts = {"model_path": server.name, "weight_version": engine.version, "mask_token_id": engine.mask_token_id}
-        facts |= {"dtype": str(engine.model.dtype).removeprefix("torch."), "base": base}
-        return facts | {"weights_dir": [str(folder.resolve()) for folder in server.weights_dir]}
+        return {
+            "model_path": server.name,
+            "weight_version": engine.version,
+            "mask_token_id": engine.mask_token_id,
+            "dtype": str(engine.model.dtype).removeprefix("torch."),
+            "base": base,
+            "weights_dir": [str(folder.resolve()) for folder in server.weights_dir],
+        }
 
     @router.post("/generate")
     async def generate(body: Generate, request: Request) -> Any:
         rows = await asyncio.to_thread(server.rows_to_generate, body)
 
-        def answer(done: list[Any]) -> Any:
-            given = not body.sampling_params.ignore_eos, body.return_logprob
-            answers = [generated(row, one, *given) for row, one in zip(rows, done, strict=True)]
-            several = isinstance(body.input_ids[0], list) or len(rows) > 1
-            return JSONResponse(answers if several else answers[0])
+        def make_response(events: list[Any]) -> Any:
+            cut_off = not body.sampling_params.ignore_eos
+            answers = []
+            for row, completed in zip(rows, events, strict=True):
+                answers.append(sglang_answer(row, completed, cut_off, logprobs=body.return_logprob))
+            has_list = isinstance(body.input_ids[0], list) or len(rows) > 1
+            return JSONResponse(answers if has_list else answers[0])
 
         async def sample() -> Any:
-            return await asyncio.to_thread(answer, await completed(engine, rows))
+            events = await complete_rows(engine, rows)
+            return await asyncio.to_thread(make_response, events)
 
-        return await answered(request, sample())
+        return await answer_unless_disconnected(request, sample())
 
     @router.post("/update_weights_from_disk")
     async def update_weights_from_disk(body: Update) -> Any:
@@ -161,8 +180,8 @@ def sglang_routes(server: Server) -> Any:
             update = engine.replace_model(load, body.weight_version or str(folder), source=str(folder))
             await asyncio.shield(asyncio.wrap_future(update))  # it continues if the client leaves
         except Exception as error:
-            known = {QueueFull: 429, ConnectionError: 503}
-            return JSONResponse({"success": False, "message": one_line(error)}, known.get(type(error), 400))
+            statuses = {QueueFull: 429, ConnectionError: 503}
+            return JSONResponse({"success": False, "message": one_line(error)}, statuses.get(type(error), 400))
         return {"success": True, "message": f"the weights are those of {folder}"}
 
     @router.post("/pause_generation")
@@ -206,29 +225,30 @@ def openai_routes(server: Server) -> Any:
     async def chat(body: Chat, request: Request) -> Any:
         return await openai(body, request, "chat.completion")
 
-    async def openai(body: Any, request: Request, name: str) -> Any:
-        """The answer in OpenAI's dialect, streamed or whole; `name` is its kind of object."""
+    async def openai(body: Any, request: Request, object_name: str) -> Any:
+        """The answer in OpenAI's dialect, streamed or whole; `object_name` is its kind of object."""
         rows = await asyncio.to_thread(server.rows_of_openai, body)
         choices = [Choice(server.tokenizer, row.ends, body.stops) for row in rows]
         if body.stream:
-            parts = streamed(server, rows, choices, name, bool((body.stream_options or {}).get("include_usage")))
-            first = await anext(parts)  # a full queue is answered by 429, before the stream begins
+            with_usage = bool((body.stream_options or {}).get("include_usage"))
+            events = stream_rows(server, rows, choices, object_name, with_usage)
+            first_event = await anext(events)  # a full queue is answered by 429, before the stream begins
 
-            async def everything() -> AsyncIterator[str]:
-                yield first
-                async for part in parts:
-                    yield part
+            async def all_events() -> AsyncIterator[str]:
+                yield first_event
+                async for event in events:
+                    yield event
 
             headers = {"Cache-Control": "no-store"}
-            return StreamingResponse(everything(), media_type="text/event-stream", headers=headers)
+            return StreamingResponse(all_events(), media_type="text/event-stream", headers=headers)
 
         async def sample() -> Any:
-            await completed(server.engine, rows, choices)
-            kind = "message" if name.startswith("chat") else ""
-            parts = [choice_of(index, choice.text, choice.reason, kind) for index, choice in enumerate(choices)]
-            return envelope(name, server.name, rows, parts, usage=usage(rows, choices))
+            await complete_rows(server.engine, rows, choices)
+            kind = "message" if object_name.startswith("chat") else ""
+            entries = [choice_of(index, choice.text, choice.reason, kind) for index, choice in enumerate(choices)]
+            return envelope(object_name, server.name, rows, entries, usage=usage(rows, choices))
 
-        return await answered(request, sample())
+        return await answer_unless_disconnected(request, sample())
 
     return router
 
@@ -238,8 +258,11 @@ def pages(server: Server) -> Any:
     from fastapi import APIRouter
     from fastapi.responses import HTMLResponse, PlainTextResponse
 
-    router, engine = APIRouter(), server.engine
-    page = film_page(server.name, [], (HERE / "chat.html").read_text(), (HERE / "chat.js").read_text())
+    router = APIRouter()
+    engine = server.engine
+    html = (PAGE_FOLDER / "chat.html").read_text()
+    script = (PAGE_FOLDER / "chat.js").read_text()
+    page = film_page(server.name, [], html, script)
 
     @router.get("/")
     async def chat_page() -> Any:
@@ -263,29 +286,37 @@ class Gate:
     """Checks the headers of a request before its body is read (ASGI)."""
 
     def __init__(self, server: Server, app: Any) -> None:
-        self.server, self.app = server, app
+        self.server = server
+        self.app = app
 
     def refuse(self, scope: Any) -> Any:
         """The refusal of a request by its headers; None if it may pass."""
-        headers, key = dict(scope["headers"]), self.server.api_key
+        headers = dict(scope["headers"])
+        key = self.server.api_key
         host = headers.get(b"host", b"").decode("latin-1")
-        other = not key and not self.server.is_called(host)  # a page of another site, say
-        given, wanted = headers.get(b"authorization", b""), f"Bearer {key}".encode()
-        no_key = key and scope["path"] not in OPEN and not hmac.compare_digest(given, wanted)
-        large = int(headers.get(b"content-length", b"0")) > LARGEST_BODY
-        kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
-        no_json = scope["method"] == "POST" and kind != b"application/json"  # browsers let no other site's page send it
-        for wrong, status, message in (
-            (other, 400, f"the header Host: {host[:200]} does not name this server: --allowed_hosts adds names"),
-            (no_key, 401, "this server asks for its API key, as Authorization: Bearer KEY"),
-            (b"transfer-encoding" in headers, 411, "a body needs a Content-Length"),
-            (large, 413, f"a body has at most {LARGEST_BODY} bytes"),
-            (no_json, 415, "a POST needs the header Content-Type: application/json, also without a body"),
-        ):
-            if wrong:
-                return refusal(status, message)
+        is_other_host = not key and not self.server.is_called(host)  # a page of another site, say
+        authorization = headers.get(b"authorization", b"")
+        expected = f"Bearer {key}".encode()
+        lacks_key = key and scope["path"] not in OPEN_PATHS and not hmac.compare_digest(authorization, expected)
+        lacks_length = b"transfer-encoding" in headers
+        is_too_large = int(headers.get(b"content-length", b"0")) > MAX_BODY_BYTES
+        content_type = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+        # Browsers let no other site's page send JSON.
+        is_other_type = scope["method"] == "POST" and content_type != b"application/json"
+        if is_other_host:
+            return refusal(400, f"the header Host: {host[:200]} does not name this server: --allowed_hosts adds names")
+        if lacks_key:
+            return refusal(401, "this server asks for its API key, as Authorization: Bearer KEY")
+        if lacks_length:
+            return refusal(411, "a body needs a Content-Length")
+        if is_too_large:
+            return refusal(413, f"a body has at most {MAX_BODY_BYTES} bytes")
+        if is_other_type:
+            return refusal(415, "a POST needs the header Content-Type: application/json, also without a body")
         return None
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        refused = self.refuse(scope) if scope["type"] == "http" else None
-        await (refused or self.app)(scope, receive, send)
+        response = self.refuse(scope) if scope["type"] == "http" else None
+        if response is None:
+            response = self.app
+        await response(scope, receive, send)

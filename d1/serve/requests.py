@@ -25,21 +25,24 @@ from d1.models.tokenizer import check_no_mask, encode_prompt, end_ids, render_pr
 from d1.ranges import SEED
 from d1.sampling.settings import LARGEST, SamplingSettings, check_sampler, default_steps, refuse_scdd
 from d1.serve import LOCAL
-from d1.serve.answers import Choice, choice_of, envelope, server_sent, step_of, usage
+from d1.serve.answers import Choice, choice_of, envelope, server_sent_event, step_of, usage
 from d1.serve.engine import Completed, Engine, Event, Finished, Loader, Revealed, Row, Stopped
 
 # Limits of a body. The model's room bounds each prompt and canvas, and the queue bounds the rows of a request.
-MAX_FIELDS, MAX_ENTRIES = 64, 1 << 16  # of an object, and of a list of prompts, messages or names
-LARGEST_INTEGER = 1 << 30
-LONGEST_RID, LONGEST_NAME, LONGEST_STOP = 256, 4096, 1024  # characters
-CHARACTERS = 32  # of a text, per position of the model
-ROOM = 1 << 17  # of a model that does not say how many positions it has
+MAX_FIELDS = 64  # of an object
+MAX_ENTRIES = 1 << 16  # of a list of prompts, messages or names
+MAX_INTEGER = 1 << 30
+MAX_RID_LENGTH = 256  # characters, as in the next two
+MAX_NAME_LENGTH = 4096
+MAX_STOP_LENGTH = 1024
+CHARACTERS_PER_POSITION = 32  # of a text, at most, per position of the model
+DEFAULT_ROOM = 1 << 17  # of a model that does not say how many positions it has
 
-Rid = Annotated[str, Field(max_length=LONGEST_RID)]
-Name = Annotated[str, Field(max_length=LONGEST_NAME)]
-Stop = Annotated[str, Field(max_length=LONGEST_STOP)]
+Rid = Annotated[str, Field(max_length=MAX_RID_LENGTH)]
+Name = Annotated[str, Field(max_length=MAX_NAME_LENGTH)]
+Stop = Annotated[str, Field(max_length=MAX_STOP_LENGTH)]
 Ids = Annotated[list[int], Field(fail_fast=True)]  # a wrong list of millions gives one error
-Many = Field(fail_fast=True, max_length=MAX_ENTRIES)
+ListField = Field(fail_fast=True, max_length=MAX_ENTRIES)
 
 
 def limit_fields(fields: Any) -> Any:
@@ -55,10 +58,10 @@ class Strict(BaseModel):
 
 
 GREEDY = {"top_k": 0, "top_p": 1.0, "record_as_sampled": False}  # what temperature 0 needs
-# What a sampler has of its own.
-OF_SAMPLER = ("kv_cache", "reveal", "reveal_level", "edit_threshold", "max_post_steps", "editing")
+# Settings that belong to one sampler.
+SAMPLER_SETTINGS = ("kv_cache", "reveal", "reveal_level", "edit_threshold", "max_post_steps", "editing")
 HINTS = {name: hint for name, hint in get_type_hints(SamplingSettings).items() if name != "gen_length"}
-LIMITS: dict[Any, float] = {float: LARGEST, float | None: LARGEST, int: LARGEST_INTEGER, int | None: LARGEST_INTEGER}
+LIMITS: dict[Any, float] = {float: LARGEST, float | None: LARGEST, int: MAX_INTEGER, int | None: MAX_INTEGER}
 # The fields of `SamplingSettings`, all of which a request may leave to the server's flags.
 Settings: Any = create_model(
     "Settings",
@@ -67,8 +70,8 @@ Settings: Any = create_model(
 )
 Count = Field(1, ge=1, le=1024)
 Seed = Field(None, ge=0, le=int(SEED.high))
-Length = Field(None, le=LARGEST_INTEGER)
-NONE = Field(0.0, ge=0, le=0)  # what a diffusion model does not do, and clients of OpenAI's send all the same
+Length = Field(None, le=MAX_INTEGER)
+Zero = Field(0.0, ge=0, le=0)  # what a diffusion model does not do, and clients of OpenAI's send all the same
 
 
 class SamplingParams(Settings):  # type: ignore[misc]
@@ -82,13 +85,13 @@ class SamplingParams(Settings):  # type: ignore[misc]
 
 
 class Generate(Strict):
-    input_ids: Ids | Annotated[list[Ids], Many]
-    rid: Rid | Annotated[list[Rid], Many] | None = None
+    input_ids: Ids | Annotated[list[Ids], ListField]
+    rid: Rid | Annotated[list[Rid], ListField] | None = None
     sampling_params: SamplingParams = SamplingParams()
     return_logprob: bool = False
     # Sample the rows as a batch of their own, whose prompts are padded to this number of tokens: log-probabilities and
     # entropies are then those of `rollout` for such a batch, to the bit.
-    padded_to: int | None = Field(None, ge=1, le=LARGEST_INTEGER)
+    padded_to: int | None = Field(None, ge=1, le=MAX_INTEGER)
 
 
 ANYTHING = object()
@@ -161,25 +164,26 @@ class OpenAI(Settings):  # type: ignore[misc]
     ignore_eos: bool = False
     rid: Rid | None = None
     user: str | None = None
-    frequency_penalty: float | None = NONE
-    presence_penalty: float | None = NONE
+    frequency_penalty: float | None = Zero
+    presence_penalty: float | None = Zero
 
     @model_validator(mode="before")
     @classmethod
-    def without_neutral(cls, fields: Any) -> Any:
+    def drop_neutral(cls, fields: Any) -> Any:
         """The fields of a body that ask for something; unknown fields stay, and are refused."""
         if not isinstance(fields, dict) or len(fields) > MAX_FIELDS:
             return fields
-        known = cls.model_fields.keys() | NEUTRAL.keys()
-        return {name: value for name, value in fields.items() if name not in known or not is_neutral(name, value)}
+        names = cls.model_fields.keys() | NEUTRAL.keys()
+        return {name: value for name, value in fields.items() if name not in names or not is_neutral(name, value)}
 
     @property
     def stops(self) -> list[str]:
-        return [stop for stop in ([self.stop] if isinstance(self.stop, str) else self.stop or []) if stop]
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return [stop for stop in stops if stop]
 
 
 class Completion(OpenAI):
-    prompt: str | Annotated[list[str], Many] | Ids | Annotated[list[Ids], Many]
+    prompt: str | Annotated[list[str], ListField] | Ids | Annotated[list[Ids], ListField]
 
 
 class Part(BaseModel):
@@ -196,11 +200,11 @@ UNREAD_IN_MESSAGES = {
 
 class Message(BaseModel):
     role: str
-    content: str | Annotated[list[Part], Many]
+    content: str | Annotated[list[Part], ListField]
 
     @model_validator(mode="before")
     @classmethod
-    def with_content(cls, fields: Any) -> Any:
+    def set_content(cls, fields: Any) -> Any:
         """An assistant's message without content is empty. A field with something that is not read is refused."""
         if not isinstance(fields, dict):
             return fields
@@ -251,8 +255,8 @@ class Server:
     def is_called(self, host: str) -> bool:
         """Whether this server allows requests whose header `Host` is this. A page of another site is found by a name,
         so that every numeric address is allowed."""
-        found = HOST.fullmatch(host.lower())
-        name = found[1].strip("[]") if found else ""
+        match = HOST.fullmatch(host.lower())
+        name = match[1].strip("[]") if match else ""
         if name in self.allowed_hosts or "*" in self.allowed_hosts:
             return True
         with suppress(ValueError):
@@ -262,7 +266,7 @@ class Server:
     @property
     def room(self) -> int:
         """Tokens of prompt and canvas together."""
-        return getattr(self.engine.model.config, "max_position_embeddings", None) or ROOM
+        return getattr(self.engine.model.config, "max_position_embeddings", None) or DEFAULT_ROOM
 
     def settings(self, body: Any, gen_length: int | None) -> SamplingSettings:
         """A request's settings; the server's defaults fill in what it leaves out. Raises ValueError if they make no
@@ -285,7 +289,7 @@ class Server:
         if not requested.get("temperature", defaults.temperature):
             values |= GREEDY
         if "sampler" in requested:
-            values |= dict.fromkeys(OF_SAMPLER)
+            values |= dict.fromkeys(SAMPLER_SETTINGS)
         elif "reveal" in requested and requested["reveal"] != defaults.rule:
             values["reveal_level"] = None
             if defaults.editing is not None:  # its level is one of the rule threshold
@@ -301,8 +305,8 @@ class Server:
             steps = default_steps(length, block_length, is_causal)
             was_causal = defaults.first_token == "causal"
             if defaults.steps != default_steps(defaults.gen_length, defaults.block_length, was_causal):
-                fewest = default_steps(length, block_length, is_causal, tokens_per_step=length)
-                steps = max(round(length * defaults.steps / defaults.gen_length), fewest)
+                min_steps = default_steps(length, block_length, is_causal, tokens_per_step=length)
+                steps = max(round(length * defaults.steps / defaults.gen_length), min_steps)
             values["steps"] = min(steps, length)
         settings = SamplingSettings(**values).for_model(self.engine.model.config)
         refuse_scdd(settings, "a server")
@@ -313,15 +317,22 @@ class Server:
         """Raises ValueError for a request without a prompt or with more rows than the queue ever takes."""
         if not prompts:
             raise ValueError("there is no prompt")
-        if (count := len(prompts) * n) > (most := self.engine.queue_size):
-            raise ValueError(f"{count} completions in one request: the queue takes {most} (--queue_size), send fewer")
+        count = len(prompts) * n
+        queue_size = self.engine.queue_size
+        if count > queue_size:
+            raise ValueError(
+                f"{count} completions in one request: the queue takes {queue_size} (--queue_size), send fewer"
+            )
 
     def check_characters(self, count: int) -> None:
         """Raises ValueError for a text that is too long to be encoded at all."""
-        if count > (most := CHARACTERS * self.room):
-            raise ValueError(f"too long: {count} characters of text, and this model takes at most {most}")
+        max_count = CHARACTERS_PER_POSITION * self.room
+        if count > max_count:
+            raise ValueError(f"too long: {count} characters of text, and this model takes at most {max_count}")
 
-    def rows(self, prompts: Any, rids: Sequence[str], settings: SamplingSettings, ends: Any, seed: Any) -> list[Row]:
+    def make_rows(
+        self, prompts: Any, rids: Sequence[str], settings: SamplingSettings, ends: Any, seed: Any
+    ) -> list[Row]:
         """As many rows per prompt as there are names. Raises ValueError for a prompt that the model does not read."""
         config = self.engine.model.config
         for ids in prompts:
@@ -330,45 +341,68 @@ class Server:
             check_no_mask(self.tokenizer, ids, self.engine.mask_token_id)
             check_room(config, len(ids) + 1, 0, ": the prompt is too long")
             check_room(config, len(ids), settings.gen_length, ": the canvas is too large, lower max_tokens")
-            if wrong := [token for token in (*ids, *ends) if not 0 <= token < config.vocab_size]:
-                raise ValueError(f"token {wrong[0]} is none of the model's {config.vocab_size}, numbered from 0")
+            for token in (*ids, *ends):
+                if not 0 <= token < config.vocab_size:
+                    raise ValueError(f"token {token} is none of the model's {config.vocab_size}, numbered from 0")
         seed = self.seed if seed is None else seed
-        asked = [ids for ids in prompts for _ in range(len(rids) // len(prompts))]
-        return [Row(rid, ids, settings, tuple(ends), seed) for rid, ids in zip(rids, asked, strict=True)]
+        rows_per_prompt = len(rids) // len(prompts)
+        row_prompts = [ids for ids in prompts for _ in range(rows_per_prompt)]
+        return [Row(rid, ids, settings, tuple(ends), seed) for rid, ids in zip(rids, row_prompts, strict=True)]
 
     def rows_to_generate(self, body: Generate) -> list[Row]:
         """The rows of a request in SGLang's dialect: `n` per prompt."""
-        params, prompts = body.sampling_params, list[Any](body.input_ids)
+        params = body.sampling_params
+        prompts = list[Any](body.input_ids)
         if not (prompts and isinstance(prompts[0], list)):
             prompts = [prompts]
         self.check_count(prompts, params.n)
-        count, rid = len(prompts) * params.n, uuid.uuid4().hex if body.rid is None else body.rid
-        rids = rid if isinstance(rid, list) else [rid] if count == 1 else [f"{rid}-{row}" for row in range(count)]
+
+        # A name for each row
+        count = len(prompts) * params.n
+        rid = uuid.uuid4().hex if body.rid is None else body.rid
+        if isinstance(rid, list):
+            rids = rid
+        elif count == 1:
+            rids = [rid]
+        else:
+            rids = [f"{rid}-{row}" for row in range(count)]
         if len(rids) != count:
             raise ValueError(f"{count} completions need as many rid, got {len(rids)}")
         if params.ignore_eos and params.stop_token_ids:
             raise ValueError("stop_token_ids would be ignored: leave out ignore_eos, or give eos_stop instead")
         if params.eos_stop and not params.ignore_eos:
             raise ValueError("eos_stop would be ignored: it is for ignore_eos; without it, give stop_token_ids")
-        ends = params.eos_stop if params.ignore_eos else [*end_ids(self.tokenizer), *params.stop_token_ids]
-        rows = self.rows(prompts, rids, self.settings(params, params.max_new_tokens), ends, params.sampling_seed)
+
+        if params.ignore_eos:
+            ends = params.eos_stop
+        else:
+            ends = [*end_ids(self.tokenizer), *params.stop_token_ids]
+        settings = self.settings(params, params.max_new_tokens)
+        rows = self.make_rows(prompts, rids, settings, ends, params.sampling_seed)
         if body.padded_to is not None:
-            self.put_together(rows, body.padded_to)
+            self.mark_own_batch(rows, body.padded_to)
         return rows
 
-    def put_together(self, rows: list[Row], prompt_width: int) -> None:
+    def mark_own_batch(self, rows: list[Row], prompt_width: int) -> None:
         """Marks the rows as a batch of their own. Raises ValueError if the batch has no room."""
         longest = max(len(row.ids) for row in rows)
         if prompt_width < longest:
             raise ValueError(f"padded_to {prompt_width}: a prompt has {longest} tokens")
         check_room(self.engine.model.config, prompt_width, rows[0].settings.gen_length, ": lower padded_to")
-        if len(rows) > (most := self.engine.batch_size):
-            advice = "raise it, or send fewer rows per request (--rollout_batch_size of a run)"
-            raise ValueError(f"{len(rows)} rows must share a batch of at most {most} (--batch_size): {advice}")
-        own, size = uuid.uuid4().hex, block_size(self.engine.model.config)
+        batch_size = self.engine.batch_size
+        if len(rows) > batch_size:
+            raise ValueError(
+                f"{len(rows)} rows must share a batch of at most {batch_size} (--batch_size): "
+                "raise it, or send fewer rows per request (--rollout_batch_size of a run)"
+            )
+        batch_name = uuid.uuid4().hex
+        size = block_size(self.engine.model.config)
         for row in rows:
-            after = len(row.ids) % size if size and row.settings.first_token is None else 0
-            row.own, row.prompt_width, row.after = own, prompt_width, after
+            row.batch_name = batch_name
+            row.prompt_width = prompt_width
+            row.prompt_in_block = 0
+            if size and row.settings.first_token is None:
+                row.prompt_in_block = len(row.ids) % size
 
     def rows_of_openai(self, body: Completion | Chat) -> list[Row]:
         """The rows of a request in OpenAI's dialect: `n` per prompt. With a `seed` and no `rid`, equal requests draw
@@ -377,30 +411,38 @@ class Server:
             raise LookupError(f"the model {body.model!r} is not served here: this is {self.name!r}")
         length = body.max_tokens
         if isinstance(body, Chat):
-            chats = [{"role": one.role, "content": plain(one.content)} for one in body.messages]
-            self.check_characters(sum(len(one["role"]) + len(one["content"]) for one in chats))
-            prompts: list[Any] = [render_prompt(self.tokenizer, chats)]
-            length = length if body.max_completion_tokens is None else body.max_completion_tokens
+            messages = [{"role": message.role, "content": join_parts(message.content)} for message in body.messages]
+            self.check_characters(sum(len(message["role"]) + len(message["content"]) for message in messages))
+            prompts: list[Any] = [render_prompt(self.tokenizer, messages)]
+            if body.max_completion_tokens is not None:
+                length = body.max_completion_tokens
         else:
-            many = isinstance(body.prompt, list) and not (body.prompt and isinstance(body.prompt[0], int))
-            prompts = [*body.prompt] if many else [body.prompt]
+            is_ids = bool(body.prompt) and isinstance(body.prompt[0], int)
+            has_several = isinstance(body.prompt, list) and not is_ids
+            prompts = [*body.prompt] if has_several else [body.prompt]
         self.check_count(prompts, body.n)
         settings = self.settings(body, length)
-        for text in prompts:
-            self.check_characters(len(text) if isinstance(text, str) else 0)
-        ids = [encode_prompt(self.tokenizer, one) if isinstance(one, str) else one for one in prompts]
-        rid = body.rid or ("seed" if body.seed is not None else uuid.uuid4().hex)
+        for prompt in prompts:
+            self.check_characters(len(prompt) if isinstance(prompt, str) else 0)
+        ids = [encode_prompt(self.tokenizer, prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+        rid = body.rid
+        if not rid:
+            rid = uuid.uuid4().hex if body.seed is None else "seed"
         rids = [f"{rid}-{row}" for row in range(len(ids) * body.n)]
         ends = () if body.ignore_eos else end_ids(self.tokenizer)
-        rows = self.rows(ids, rids, settings, ends, body.seed)
-        # A stop string ends a row early, by its finished blocks.
-        watches = "steps" if body.stream and body.stream_steps else "blocks" if body.stream or body.stops else ""
+        rows = self.make_rows(ids, rids, settings, ends, body.seed)
+
+        watches = ""
+        if body.stream and body.stream_steps:
+            watches = "steps"
+        elif body.stream or body.stops:  # a stop string ends a row early, by its finished blocks
+            watches = "blocks"
         for row in rows:
             row.watches = watches
         return rows
 
 
-def plain(content: str | list[Part]) -> str:
+def join_parts(content: str | list[Part]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
@@ -414,76 +456,81 @@ def submit(engine: Engine, rows: Sequence[Row]) -> Events:
     events: Events = asyncio.Queue()
     loop = asyncio.get_running_loop()
 
-    def tell(index: int, event: Event) -> None:
+    def put_event(index: int, event: Event) -> None:
         loop.call_soon_threadsafe(events.put_nowait, (index, event))
 
     for index, row in enumerate(rows):
-        row.tell = partial(tell, index)
+        row.on_event = partial(put_event, index)
     engine.submit(rows)
     return events
 
 
-async def read(
+async def read_events(
     engine: Engine, rows: Sequence[Row], events: Events, choices: Sequence[Choice] = ()
 ) -> AsyncGenerator[tuple[int, Event]]:
     """The events of submitted rows, after the choices have read them, until all rows have ended. Rows that nobody reads
     any more, or that have a stop string, are dropped. Raises `Stopped` for a row that ended without a completion."""
-    over: set[int] = set()
+    ended_rows: set[int] = set()
     try:
-        while len(over) < len(rows):
+        while len(ended_rows) < len(rows):
             index, event = await events.get()
-            if index in over:
+            if index in ended_rows:
                 continue
             if isinstance(event, Stopped):
                 raise event
             if choices and isinstance(event, Completed):
-                choices[index].read(event.ids, True)
+                choices[index].update(event.ids, is_last=True)
             elif choices and isinstance(event, Finished):
-                choices[index].read(event.ids, False)
+                choices[index].update(event.ids, is_last=False)
             if isinstance(event, Completed) or (choices and choices[index].reason):
-                over.add(index)
+                ended_rows.add(index)
                 engine.drop([rows[index]])
             yield index, event
     finally:
         engine.drop(rows)
 
 
-async def completed(engine: Engine, rows: Sequence[Row], choices: Sequence[Choice] = ()) -> list[Any]:
+async def complete_rows(engine: Engine, rows: Sequence[Row], choices: Sequence[Choice] = ()) -> list[Any]:
     """The last event of each row, after the choices have read it. Raises QueueFull or Stopped."""
-    last: list[Any] = [None] * len(rows)
-    async with aclosing(read(engine, rows, submit(engine, rows), choices)) as events:
+    last_events: list[Any] = [None] * len(rows)
+    async with aclosing(read_events(engine, rows, submit(engine, rows), choices)) as events:
         async for index, event in events:
-            last[index] = event
-    return last
+            last_events[index] = event
+    return last_events
 
 
-async def streamed(
-    server: Server, rows: Sequence[Row], choices: Sequence[Choice], name: str, with_usage: bool
+async def stream_rows(
+    server: Server, rows: Sequence[Row], choices: Sequence[Choice], object_name: str, with_usage: bool
 ) -> AsyncGenerator[str]:
     """The server-sent events of OpenAI's streams. What a pass revealed is a chunk without text, with a `step`. A row
     that began again with other weights, after some of its text was passed on, ends the stream with an error."""
-    delta = "delta" if name.startswith("chat") else ""
+    kind = ""
+    if object_name.startswith("chat"):
+        kind = "delta"
+        object_name = f"{object_name}.chunk"
     versions: dict[int, str] = {}  # of the weights that gave what was passed on
-    head = partial(envelope, f"{name}.chunk" if delta else name, server.name, rows)
-    async with aclosing(read(server.engine, rows, submit(server.engine, rows), choices)) as events:
-        yield server_sent(head([choice_of(index, "", None, delta) for index in range(len(rows))]))
+    make_chunk = partial(envelope, object_name, server.name, rows)
+    async with aclosing(read_events(server.engine, rows, submit(server.engine, rows), choices)) as events:
+        yield server_sent_event(make_chunk([choice_of(index, "", None, kind) for index in range(len(rows))]))
         try:
             async for index, event in events:
                 choice = choices[index]
                 if isinstance(event, Revealed):
-                    step = step_of(event, server.tokenizer) | {"length": rows[index].settings.gen_length}
-                    yield server_sent(head([choice_of(index, None, None, delta)], step=step))
+                    step = step_of(event, server.tokenizer)
+                    step["length"] = rows[index].settings.gen_length
+                    yield server_sent_event(make_chunk([choice_of(index, None, None, kind)], step=step))
                     continue
                 assert isinstance(event, Completed | Finished)
                 version = versions.get(index, event.weight_version)
                 if event.weight_version != version:
                     raise Stopped("the weights changed in the middle of this stream: ask again")
-                if (new := choice.news()) or choice.reason:
+                text = choice.take_text()
+                if text or choice.reason:
                     versions[index] = version
-                    yield server_sent(head([choice_of(index, new, choice.reason, delta)]))
+                    yield server_sent_event(make_chunk([choice_of(index, text, choice.reason, kind)]))
         except Stopped as error:
-            yield server_sent({"error": {"message": str(error), "code": error.status}})
+            yield server_sent_event({"error": {"message": str(error), "code": error.status}})
             return
     if with_usage:
-        yield server_sent(head([], usage=usage(rows, choices)))
-    yield server_sent("[DONE]")
+        yield server_sent_event(make_chunk([], usage=usage(rows, choices)))
+    yield server_sent_event("[DONE]")

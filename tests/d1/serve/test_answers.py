@@ -54,8 +54,8 @@ def test_what_is_streamed_is_the_text(name: str, text: str, stops: list[str], si
     choice, sent, at, turn = Choice(tokenizer, (end,), stops), "", 0, 0
     while choice.reason is None:
         at, turn = at + sizes[turn % len(sizes)], turn + 1
-        choice.read(ids[:at], at >= len(ids))
-        sent += choice.news()
+        choice.update(ids[:at], at >= len(ids))
+        sent += choice.take_text()
         assert cut_at_stop(text, stops).startswith(sent)
     assert sent == choice.text == cut_at_stop(text, stops)
     assert choice.reason == ("stop" if ended or len(sent) < len(text) else "length")
@@ -64,7 +64,7 @@ def test_what_is_streamed_is_the_text(name: str, text: str, stops: list[str], si
 @pytest.mark.parametrize("text", ["a", "abc"])
 def test_a_text_that_may_begin_its_stop_string_waits_for_the_end(text: str) -> None:
     choice = Choice(TOKENIZERS["level"], (), ["abcde"])
-    choice.read(ids_of("level", text), False)
-    assert choice.news() == ""
-    choice.read(ids_of("level", text), True)
-    assert (choice.news(), choice.reason) == (text, "length")
+    choice.update(ids_of("level", text), False)
+    assert choice.take_text() == ""
+    choice.update(ids_of("level", text), True)
+    assert (choice.take_text(), choice.reason) == (text, "length")

@@ -41,14 +41,17 @@ def running(folder: Path, **options: Any) -> Iterator[Engine]:
         engine.close()
 
 
-def rows_of(count: int, own: str = "", prompt_width: int = 0, watches: str = "") -> tuple[list[Row], queue.Queue[Any]]:
+def rows_of(
+    count: int, batch_name: str = "", prompt_width: int = 0, watches: str = ""
+) -> tuple[list[Row], queue.Queue[Any]]:
     """Rows, and the queue of their events."""
     events: queue.Queue[tuple[int, Event]] = queue.Queue()
     rows = [
-        Row(f"1-{n}", [5, 6 + n], HOW, (), 0, own=own, prompt_width=prompt_width, watches=watches) for n in range(count)
+        Row(f"1-{n}", [5, 6 + n], HOW, (), 0, batch_name=batch_name, prompt_width=prompt_width, watches=watches)
+        for n in range(count)
     ]
     for number, row in enumerate(rows):
-        row.tell = lambda event, number=number: events.put((number, event))  # type: ignore[misc]
+        row.on_event = lambda event, number=number: events.put((number, event))  # type: ignore[misc]
     return rows, events
 
 
@@ -90,7 +93,7 @@ def folders(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 def test_no_row_enters_once_the_engine_is_paused(tiny_model_dir, monkeypatch):
     """A pause that comes in the middle of a turn: rows at work would refuse the weights that follow it."""
-    pop_finished, turn, paused, turned = Stream.pop_finished, Engine.turn, threading.Event(), threading.Event()
+    pop_finished, turn, paused, turned = Stream.pop_finished, Engine.run_turn, threading.Event(), threading.Event()
     with running(tiny_model_dir, batch_size=1) as engine:
 
         def leaving(self: Stream, dropped: Any = ()) -> Any:
@@ -106,7 +109,7 @@ def test_no_row_enters_once_the_engine_is_paused(tiny_model_dir, monkeypatch):
                 turned.set()
 
         monkeypatch.setattr(Stream, "pop_finished", leaving)
-        monkeypatch.setattr(Engine, "turn", turning)
+        monkeypatch.setattr(Engine, "run_turn", turning)
         rows, events = rows_of(2)
         engine.submit(rows)
         assert turned.wait(60)
@@ -124,7 +127,7 @@ def test_an_error_of_one_row_ends_that_row_alone(tiny_model_dir):
         for number, event in zip((0, 1, 3, 4, 5), found, strict=True):
             assert isinstance(event, Completed)
             assert event.ids == ids(engine.model, number)
-        together, events = rows_of(3, own="one", prompt_width=2)
+        together, events = rows_of(3, batch_name="one", prompt_width=2)
         engine.submit(together)
         assert [event.status for event in last_of(together, events)] == [500] * 3
 
@@ -135,7 +138,7 @@ def failing_once() -> Callable[[torch.Tensor], bool]:
     return lambda given: next(passes) == 3
 
 
-@pytest.mark.parametrize(("count", "group"), [(1, {}), (3, {}), (3, {"own": "one", "prompt_width": 2})])
+@pytest.mark.parametrize(("count", "group"), [(1, {}), (3, {}), (3, {"batch_name": "one", "prompt_width": 2})])
 def test_a_pass_that_fails_once_costs_no_row(tiny_model_dir, count, group):
     """Rows begin again, and who watches their steps is told about each position once."""
     with running(tiny_model_dir) as engine, failing_passes(engine, failing_once()):
@@ -143,7 +146,7 @@ def test_a_pass_that_fails_once_costs_no_row(tiny_model_dir, count, group):
         told: dict[int, list[int]] = {number: [] for number in range(count)}
         for number, row in enumerate(rows):
             row.watches = "steps"
-            row.tell = partial(tell_or_collect, number, told[number], events)  # type: ignore[misc]
+            row.on_event = partial(tell_or_collect, number, told[number], events)  # type: ignore[misc]
         engine.submit(rows)
         check(engine, last_of(rows, events))
         assert [sorted(positions) for positions in told.values()] == [list(range(16))] * count
@@ -158,7 +161,7 @@ def tell_or_collect(number: int, positions: list[int], events: queue.Queue[Any],
 
 def test_an_update_is_that_of_its_own_folder(tiny_model_dir):
     with running(tiny_model_dir) as engine:
-        with engine.changed:
+        with engine.condition:
             first = engine.replace_model(lambda model: model, "one", source="here")
             assert engine.replace_model(lambda model: model, "one", source="here") is first
             with pytest.raises(QueueFull, match="another update"):
@@ -170,8 +173,8 @@ def test_a_pause_ends_an_update_that_waits_for_rows(tiny_model_dir):
     with running(tiny_model_dir) as engine:
         rows, events = rows_of(2)
         engine.submit(rows)
-        with engine.changed:
-            assert engine.changed.wait_for(lambda: engine.rows or not engine.waiting, 60)
+        with engine.condition:
+            assert engine.condition.wait_for(lambda: engine.rows or not engine.waiting, 60)
             update = engine.replace_model(lambda model: model, "new")
             if engine.rows:  # else they have ended already
                 engine.pause()
@@ -216,7 +219,7 @@ def test_weights_that_cannot_be_loaded_leave_the_old_ones(tiny_model_dir, folder
 def test_rows_are_refused_after_the_engines_end(tiny_model_dir, monkeypatch):
     with running(tiny_model_dir) as engine:
         rows, events = rows_of(3)
-        monkeypatch.setattr(engine, "admitted", lambda: 1 / 0)
+        monkeypatch.setattr(engine, "admit_rows", lambda: 1 / 0)
         engine.submit(rows)
         found = last_of(rows, events)
         assert {event.status for event in found} == {503}
@@ -232,7 +235,7 @@ def test_rows_are_refused_after_the_engines_end(tiny_model_dir, monkeypatch):
 def test_an_update_that_nobody_waits_for_any_more(tiny_model_dir, folders):
     loader = Loader(lambda: load_model(tiny_model_dir))
     with running(tiny_model_dir) as engine:
-        with engine.changed:
+        with engine.condition:
             update = engine.replace_model(lambda model: loader.load(folders / "other", model), "one")
             with pytest.raises(QueueFull, match="another update"):
                 engine.replace_model(lambda model: model, "two")

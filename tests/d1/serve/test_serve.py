@@ -632,7 +632,7 @@ def test_the_health_is_that_of_the_engine(tiny_model_dir, monkeypatch):
             assert "division" in error_of(served, 500)
         assert requests.get(f"{served.url}/health", timeout=60).status_code == 200
         assert served.post("/generate", **OF_ONE)["output_ids"]
-        monkeypatch.setattr(served.engine, "admitted", lambda: 1 / 0)  # one in the engine's own thread
+        monkeypatch.setattr(served.engine, "admit_rows", lambda: 1 / 0)  # one in the engine's own thread
         for _ in range(2):
             assert "cannot sample any more: ZeroDivisionError" in error_of(served, 503)
         assert requests.get(f"{served.url}/health", timeout=60).status_code == 503
