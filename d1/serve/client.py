@@ -74,69 +74,94 @@ def check_row(
     if len(canvas) < length and (whole or not is_end.any()):
         why = whole if is_end.any() else "there is no EOS"
         raise ValueError(f"{where}{len(canvas)} completion_ids, and {why}: return the whole canvas of {length}")
-    columns, most = {"completion_ids": canvas}, math.log(expected.vocabulary)
-    for name in [name for name in ("steps", "logprobs", "entropies") if name in row]:
-        columns[name] = values = numbers(row[name], f"{where}{name}", len(canvas))
+    max_entropy = math.log(expected.vocabulary)
+    columns = {"completion_ids": canvas}
+    for name in ("steps", "logprobs", "entropies"):
+        if name not in row:
+            continue
+        values = check_numbers(row[name], f"{where}{name}", len(canvas))
+        columns[name] = values
         if name == "steps":
             check_steps(where, values, canvas, is_end, prompt, expected)
         elif name == "logprobs":
-            refuse(where, name, values, ~values.isfinite() | (values > ROUNDING), "a finite log-probability, <= 0")
+            is_wrong = ~values.isfinite() | (values > ROUNDING)
+            refuse(where, name, values, is_wrong, "a finite log-probability, <= 0")
         else:
-            wrong = ~values.isfinite() | (values < -ROUNDING) | (values > most + ROUNDING)
-            refuse(where, name, values, wrong, f"a finite entropy, 0 to log({expected.vocabulary}) = {most:.2f}")
+            is_wrong = ~values.isfinite() | (values < -ROUNDING) | (values > max_entropy + ROUNDING)
+            allowed = f"a finite entropy, 0 to log({expected.vocabulary}) = {max_entropy:.2f}"
+            refuse(where, name, values, is_wrong, allowed)
     return columns
 
 
 def check_steps(where: str, steps: Tensor, canvas: Tensor, is_end: Tensor, prompt: int, expected: Expected) -> None:
     """Raises ValueError for steps (tokens,) that no sampler takes to fill a `canvas` after `prompt` tokens."""
-    settings, by_our_rules = expected.settings, expected.by_our_rules
+    settings = expected.settings
     schedule = expected.schedule(prompt)
-    most = sum(len(counts) + settings.post_steps for counts in schedule)
+    max_steps = sum(len(counts) + settings.post_steps for counts in schedule)
     after_eos = is_end.cumsum(0) - is_end.int() > 0
-    wrong = (steps != steps.round()) | (steps < -1) | (steps >= most) | ((steps < 0) & ~after_eos)
-    refuse(where, "steps", steps, wrong, f"0 to {most - 1} (-1: filled in after the first EOS)")
-    positions, first, before, ended = torch.arange(len(steps)), 0, 0, False
+    is_wrong = (steps != steps.round()) | (steps < -1) | (steps >= max_steps) | ((steps < 0) & ~after_eos)
+    refuse(where, "steps", steps, is_wrong, f"0 to {max_steps - 1} (-1: filled in after the first EOS)")
+
+    positions = torch.arange(len(steps))
+    block_end = 0
+    first_step = 0  # the first one that may fill the block
+    has_ended = False  # a block before this one holds an EOS
     for number, counts in enumerate(schedule):
-        inside, first = (positions >= first) & (positions < first + sum(counts)), first + sum(counts)
-        revealed = inside & (steps >= 0)
-        why = f"{before} or more: block {number} (of {settings.block_length} tokens) is filled after those before it"
-        refuse(where, "steps", steps, revealed & (steps < before), why)
-        if by_our_rules and ended:
-            why = f"-1 and token {expected.ends[0]}: the EOS stop fills the blocks after the EOS"
-            refuse(where, "steps", steps, inside & ((steps >= 0) | (canvas != expected.ends[0])), why)
-        elif by_our_rules:
-            left, stops = inside & (steps < 0), torch.zeros_like(inside)
+        block_start = block_end
+        block_end = block_start + sum(counts)
+        in_block = (positions >= block_start) & (positions < block_end)
+        is_revealed = in_block & (steps >= 0)
+        allowed = (
+            f"{first_step} or more: block {number} (of {settings.block_length} tokens) is filled after those before it"
+        )
+        refuse(where, "steps", steps, is_revealed & (steps < first_step), allowed)
+        if expected.by_our_rules and has_ended:
+            is_wrong = in_block & ((steps >= 0) | (canvas != expected.ends[0]))
+            allowed = f"-1 and token {expected.ends[0]}: the EOS stop fills the blocks after the EOS"
+            refuse(where, "steps", steps, is_wrong, allowed)
+        elif expected.by_our_rules:
+            is_hidden = in_block & (steps < 0)
+            is_stopped = torch.zeros_like(in_block)
             if settings.first_token is not None:  # a causal context: a block ends once nothing before its EOS is hidden
-                stops = left & after_eos & (canvas == expected.ends[0])
-            refuse(where, "steps", steps, left & ~stops, "a step: the block of the first EOS is sampled whole")
+                is_stopped = is_hidden & after_eos & (canvas == expected.ends[0])
+            allowed = "a step: the block of the first EOS is sampled whole"
+            refuse(where, "steps", steps, is_hidden & ~is_stopped, allowed)
             if settings.edits is None:
-                taken, due = torch.bincount(steps[revealed].long() - before), torch.tensor(counts)
-                due = due[: len(taken)] if stops.any() else due
-                check_counts(f"{where}steps of block {number}", taken, due, settings.rule)
-        before = int(steps[revealed].max()) + 1 if revealed.any() else before
-        ended |= bool(is_end[inside].any())
+                revealed = torch.bincount(steps[is_revealed].long() - first_step)
+                scheduled = torch.tensor(counts)
+                if is_stopped.any():
+                    scheduled = scheduled[: len(revealed)]
+                check_counts(f"{where}steps of block {number}", revealed, scheduled, settings.rule)
+        if is_revealed.any():
+            first_step = int(steps[is_revealed].max()) + 1
+        has_ended |= bool(is_end[in_block].any())
 
 
-def check_counts(what: str, taken: Tensor, due: Tensor, rule: str | None) -> None:
-    """Raises ValueError unless the steps of a block revealed `due` tokens each or, with a `rule`, one or more each and
-    after each step at least the sum of `due`."""
-    possible = taken.tolist() == due.tolist()
-    if rule is not None:
-        enough = (taken > 0).all() and len(taken) <= len(due)
-        possible = bool(enough and (taken.cumsum(0) >= due[: len(taken)].cumsum(0)).all())
-    if not possible:
-        words = "" if rule is None else f" at least, one or more in each (rule {rule})"
-        raise ValueError(f"{what} reveal {taken.tolist()!s:.60} tokens: expected {due.tolist()!s:.60}{words}")
+def check_counts(what: str, revealed: Tensor, scheduled: Tensor, rule: str | None) -> None:
+    """Raises ValueError unless the steps of a block revealed as many tokens as `scheduled` or, with a `rule`, one or
+    more each and after each step at least the sum of `scheduled`. Both are (steps,) numbers of tokens."""
+    if rule is None:
+        is_possible = revealed.tolist() == scheduled.tolist()
+        condition = ""
+    else:
+        is_possible = bool((revealed > 0).all()) and len(revealed) <= len(scheduled)
+        if is_possible:
+            is_possible = bool((revealed.cumsum(0) >= scheduled[: len(revealed)].cumsum(0)).all())
+        condition = f" at least, one or more in each (rule {rule})"
+    if not is_possible:
+        raise ValueError(
+            f"{what} reveal {revealed.tolist()!s:.60} tokens: expected {scheduled.tolist()!s:.60}{condition}"
+        )
 
 
-def refuse(where: str, name: str, values: Tensor, wrong: Tensor, expected: str) -> None:
-    """Raises ValueError for the first of the `values` that is `wrong`."""
-    if wrong.any():
-        at = int(wrong.nonzero()[0])
-        raise ValueError(f"{where}{name}[{at}] is {values[at]:g}: expected {expected}")
+def refuse(where: str, name: str, values: Tensor, is_wrong: Tensor, expected: str) -> None:
+    """Raises ValueError for the first of the `values` that `is_wrong`."""
+    if is_wrong.any():
+        index = int(is_wrong.nonzero()[0])
+        raise ValueError(f"{where}{name}[{index}] is {values[index]:g}: expected {expected}")
 
 
-def numbers(values: Any, what: str, count: int | None = None) -> Tensor:
+def check_numbers(values: Any, what: str, count: int | None = None) -> Tensor:
     """(count,) numbers. Raises ValueError for anything else."""
     try:
         tensor = torch.as_tensor(values).cpu()
@@ -151,11 +176,12 @@ def numbers(values: Any, what: str, count: int | None = None) -> Tensor:
     return tensor
 
 
-def check_ids(ids: Any, what: str, vocabulary: int, most: int, limit: str) -> Tensor:
-    """Token ids as a tensor. Raises ValueError for ids outside of the vocabulary, none, or too many."""
-    tensor = numbers(ids, what)
-    if not 0 < len(tensor) <= most:
-        raise ValueError(f"{what} has {len(tensor)} ids: expected 1 to {limit} ({most})")
+def check_ids(ids: Any, what: str, vocabulary: int, max_count: int, limit: str) -> Tensor:
+    """Token ids as a tensor. Raises ValueError for ids outside of the vocabulary, none, or more than `max_count`, the
+    value of the setting `limit`."""
+    tensor = check_numbers(ids, what)
+    if not 0 < len(tensor) <= max_count:
+        raise ValueError(f"{what} has {len(tensor)} ids: expected 1 to {limit} ({max_count})")
     if tensor.is_floating_point() or ((tensor < 0) | (tensor >= vocabulary)).any():
         raise ValueError(f"{what}: the model has {vocabulary} tokens, numbered from 0, got {tensor.tolist()!r:.60}")
     return tensor
@@ -164,40 +190,50 @@ def check_ids(ids: Any, what: str, vocabulary: int, most: int, limit: str) -> Te
 # --- SGLang's dialect: its requests, and its answers in the form of `d1 serve` ----------------------------------------
 
 
-def request_of(
+def make_request(
     prompts: Prompts, texts: Sequence[Sequence[int]], mask_token_id: int | None, own_batch: bool
 ) -> dict[str, Any]:
     """The body of `/generate` for the prompts without their padding; SGLang is told the `mask_token_id`, and `d1 serve`
     whether the rows are a batch of their own."""
-    names = {name: value for name, value in asdict(prompts.settings).items() if value is not None}
-    params: dict[str, Any] = {"max_new_tokens": names.pop("gen_length"), "ignore_eos": True}
-    rids, seed, ends = ["-".join(map(str, key[1:])) for key in prompts.keys], prompts.keys[0][0], [*prompts.ends]
+    settings = {name: value for name, value in asdict(prompts.settings).items() if value is not None}
+    params: dict[str, Any] = {"max_new_tokens": settings.pop("gen_length"), "ignore_eos": True}
+    rids = ["-".join(map(str, key[1:])) for key in prompts.keys]
+    seed = prompts.keys[0][0]
+    ends = [*prompts.ends]
+
+    # `d1 serve`
     if mask_token_id is None:
-        params |= names | {"sampling_seed": seed, "eos_stop": ends}
+        params |= {**settings, "sampling_seed": seed, "eos_stop": ends}
         body = {"input_ids": [*texts], "rid": rids, "sampling_params": params, "return_logprob": True}
-        return body | ({"padded_to": prompts.ids.shape[1]} if own_batch else {})
-    custom = {"settings": names, "seed": seed, "eos_stop": ends, "mask_token_id": mask_token_id}
-    params |= {"temperature": prompts.settings.temperature, "custom_params": custom}
-    # SGLang refuses an `rid` that rows of an earlier, failed request still have. The plugin reads it up to the point.
-    own = uuid.uuid4().hex
-    return {"input_ids": [*texts], "rid": [f"{rid}.{own}" for rid in rids], "sampling_params": params}
+        if own_batch:
+            body["padded_to"] = prompts.ids.shape[1]
+        return body
+
+    # SGLang, which refuses an `rid` that rows of an earlier, failed request still have. The plugin reads it up to the
+    # point.
+    params["temperature"] = prompts.settings.temperature
+    params["custom_params"] = {"settings": settings, "seed": seed, "eos_stop": ends, "mask_token_id": mask_token_id}
+    suffix = uuid.uuid4().hex
+    return {"input_ids": [*texts], "rid": [f"{rid}.{suffix}" for rid in rids], "sampling_params": params}
 
 
-def as_ours(row: dict[str, Any], settings: SamplingSettings, ends: Sequence[int]) -> dict[str, Any]:
+def convert_sglang_answer(row: dict[str, Any], settings: SamplingSettings, ends: Sequence[int]) -> dict[str, Any]:
     """An answer of SGLang in the form of `d1 serve`: with the tokens after the EOS stop, and the sums of passes and of
     their tokens."""
     # Passes are the engine's own, with those that store keys and values; tokens of the prompt count if not cached.
-    meta, left = row["meta_info"], settings.gen_length - len(row["output_ids"])
-    passes, block = sum(meta["forward_passes"]), settings.block_length
-    prompt = meta["prompt_tokens"] // block * block - meta["cached_tokens"]
-    more = {
-        "output_token_logprobs": meta["output_token_logprobs"] + [[0.0, *ends[:1], None]] * left,
-        "output_token_entropies": meta["output_token_entropies"] + [0.0] * left,
-        "step_maps": meta["step_maps"] + [0] * left,
+    meta = row["meta_info"]
+    missing = settings.gen_length - len(row["output_ids"])  # tokens after the EOS stop
+    passes = sum(meta["forward_passes"])
+    block = settings.block_length
+    prompt_tokens = meta["prompt_tokens"] // block * block - meta["cached_tokens"]
+    converted = {
+        "output_token_logprobs": meta["output_token_logprobs"] + [[0.0, *ends[:1], None]] * missing,
+        "output_token_entropies": meta["output_token_entropies"] + [0.0] * missing,
+        "step_maps": meta["step_maps"] + [0] * missing,
         "forward_passes": passes,
-        "forward_tokens": passes * block + max(prompt, 0),
+        "forward_tokens": passes * block + max(prompt_tokens, 0),
     }
-    return {"output_ids": row["output_ids"] + [*ends[:1]] * left, "meta_info": meta | more}
+    return {"output_ids": row["output_ids"] + [*ends[:1]] * missing, "meta_info": meta | converted}
 
 
 # --- The server, and its answers --------------------------------------------------------------------------------------
@@ -249,14 +285,18 @@ class Prompts:
         return [replace(self, ids=self.ids[part], mask=self.mask[part], keys=self.keys[part]) for part in parts]
 
     @classmethod
-    def joined(cls, parts: Sequence[Prompts]) -> Prompts:
+    def join(cls, parts: Sequence[Prompts]) -> Prompts:
         """The rows of several, padded to the widest."""
         width = max(part.ids.shape[1] for part in parts)
-        ids, mask = (
-            torch.cat([F.pad(rows, (width - rows.shape[1], 0)) for rows in column])
-            for column in ([part.ids for part in parts], [part.mask for part in parts])
-        )
-        return replace(parts[0], ids=ids, mask=mask, keys=[key for part in parts for key in part.keys])
+        ids: list[Tensor] = []
+        masks: list[Tensor] = []
+        keys: list[Sequence[int]] = []
+        for part in parts:
+            padding = (width - part.ids.shape[1], 0)
+            ids.append(F.pad(part.ids, padding))
+            masks.append(F.pad(part.mask, padding))
+            keys.extend(part.keys)
+        return replace(parts[0], ids=torch.cat(ids), mask=torch.cat(masks), keys=keys)
 
 
 class RolloutServer:
@@ -265,7 +305,9 @@ class RolloutServer:
     def __init__(self, url: str, own_batch: bool | None = None) -> None:
         """With `own_batch`, rows of a request share no batch with others; None: in float32, where they then equal the
         trainer's to the bit. In 16 bits, fuller batches save passes."""
-        self.url, self.version, self.own_batch = url.rstrip("/"), "", own_batch
+        self.url = url.rstrip("/")
+        self.own_batch = own_batch
+        self.version = ""  # of the weights that it has
         self.problem: str | None = "it was not asked yet"  # why no rows go to it now; None: it may get some
         self.folders: list[str] | None = []  # below which it loads weights; None: anywhere
         self.mask_token_id: int | None = None  # the run's, for SGLang, which is not asked for its own; else None
@@ -285,7 +327,8 @@ class RolloutServer:
 
     def ask(self, method: str, path: str, body: Any = None, seconds: float = PATIENCE) -> Any:
         """The answer to a request. Raises Unavailable, or ValueError with the server's words."""
-        key, url = os.environ.get(KEY), f"{self.url}{path}"
+        url = f"{self.url}{path}"
+        key = os.environ.get(KEY)
         headers = {"Authorization": f"Bearer {key}"} if key else None
         try:
             answer = requests.request(method, url, json=body, headers=headers, timeout=(CONNECT, seconds))
@@ -293,11 +336,13 @@ class RolloutServer:
             if isinstance(error, ValueError):  # not a URL
                 raise
             raise Unavailable(f"{url} gives no answer ({type(error).__name__})") from error
-        told = f"{url} answered {answer.status_code}: {answer.text[:500]}"
+        message = f"{url} answered {answer.status_code}: {answer.text[:500]}"
         if answer.status_code in BUSY:
-            raise Unavailable(told)
+            raise Unavailable(message)
+        if answer.status_code == 401:
+            raise ValueError(f"{message} (set {KEY} for this run)")
         if answer.status_code != 200:
-            raise ValueError(f"{told} (set {KEY} for this run)" if answer.status_code == 401 else told)
+            raise ValueError(message)
         try:
             return answer.json() if "json" in answer.headers.get("content-type", "") else answer.text
         except ValueError as error:
@@ -315,20 +360,21 @@ class RolloutServer:
         with self.lock:
             facts = self.facts()
             self.dtype = facts.get("dtype")
-            mask, self.folders = facts.get("mask_token_id", mask_token_id), facts.get("weights_dir")
-            if mask != mask_token_id:
-                raise ValueError(f"{self.url} hides tokens by {mask}, and this run by {mask_token_id}")
+            server_mask = facts.get("mask_token_id", mask_token_id)
+            self.folders = facts.get("weights_dir")
+            if server_mask != mask_token_id:
+                raise ValueError(f"{self.url} hides tokens by {server_mask}, and this run by {mask_token_id}")
             if self.folders == []:
-                told = "start it with `d1 serve MODEL --weights_dir FOLDER`, a folder that this run can write to"
-                raise ValueError(f"{self.url} loads no weights: {told}")
+                advice = "start it with `d1 serve MODEL --weights_dir FOLDER`, a folder that this run can write to"
+                raise ValueError(f"{self.url} loads no weights: {advice}")
             if "mask_token_id" not in facts and self.problem:  # SGLang, which may have restarted
                 self.check_plugin(int(mask_token_id == 0))
             self.mask_token_id = None if "mask_token_id" in facts else mask_token_id
             if weights is None:
                 return
             if weights.base is not None and facts.get("base", weights.base) != weights.base:  # SGLang does not say
-                told = "start it with the model, and in the number of bits, that this run trains an adapter on"
-                raise ValueError(f"{self.url} serves another model than that of this run: {told}")
+                advice = "start it with the model, and in the number of bits, that this run trains an adapter on"
+                raise ValueError(f"{self.url} serves another model than that of this run: {advice}")
             if facts["weight_version"] != weights.version:
                 if self.mask_token_id is not None:  # SGLang would take them in mid-row, and then report a failure
                     self.ask("POST", f"/flush_cache?timeout={DRAIN}")
@@ -339,15 +385,16 @@ class RolloutServer:
                 for folder, version in updates:
                     body = {"model_path": str(folder), "weight_version": version}
                     self.ask("POST", "/update_weights_from_disk", body)
-                if (found := self.facts()["weight_version"]) != weights.version:
-                    raise Unavailable(f"{self.url} took weights and has {found} now, not {weights.version}")
+                new_version = self.facts()["weight_version"]
+                if new_version != weights.version:
+                    raise Unavailable(f"{self.url} took weights and has {new_version} now, not {weights.version}")
             self.version = weights.version
 
     def check_plugin(self, token: int) -> None:
         """Raises ValueError, with the command that starts a right server, unless SGLang answers with the plugin."""
         params = {"max_new_tokens": 32, "temperature": 1.0, "ignore_eos": True}
         rows = self.ask("POST", "/generate", {"input_ids": [[token]], "sampling_params": params})
-        if not explained(f"{self.url}: ", lambda where: "step_maps" in rows[0]["meta_info"]):
+        if not explain_errors(f"{self.url}: ", lambda where: "step_maps" in rows[0]["meta_info"]):
             raise ValueError(
                 f"{self.url}: it does not sample by d1's rules: its answers have no step_maps. Install d1 into its "
                 "environment (pip install --no-deps) and start it with: python -m sglang.launch_server --model-path "
@@ -356,29 +403,39 @@ class RolloutServer:
 
     def sample(self, prompts: Prompts, weights: Weights) -> Rollout:
         """`rollout` of the prompts by the server, with these weights and no others."""
-        ids, settings, ends = prompts.ids, prompts.settings, prompts.ends
-        texts = [row[real.bool()].tolist() for row, real in zip(ids.cpu(), prompts.mask.cpu(), strict=True)]
-        body = request_of(prompts, texts, self.mask_token_id, self.batches_alone)
+        texts = [ids[mask.bool()].tolist() for ids, mask in zip(prompts.ids.cpu(), prompts.mask.cpu(), strict=True)]
+        body = make_request(prompts, texts, self.mask_token_id, self.batches_alone)
+        rids = body["rid"]
         answers = self.ask("POST", "/generate", body)
         if not isinstance(answers, list) or len(answers) != len(texts):
-            found = f"{len(answers)} rows" if isinstance(answers, list) else type(answers).__name__
-            raise ValueError(f"{self.url} answered {len(texts)} prompts with {found}: expected a list of one row each")
-        wheres = [f"{self.url}, row {number} (id {rid}): " for number, rid in enumerate(body["rid"])]
-        given = zip(wheres, answers, body["rid"], texts, strict=True)
-        metas = [explained(where, meta_of, *one) for where, *one in given]
-        for version in {meta["weight_version"] for meta in metas} - {weights.version}:
+            answer = f"{len(answers)} rows" if isinstance(answers, list) else type(answers).__name__
+            raise ValueError(f"{self.url} answered {len(texts)} prompts with {answer}: expected a list of one row each")
+
+        # Each answer is of the right row, and all are of the right weights.
+        labels = [f"{self.url}, row {number} (id {rid}): " for number, rid in enumerate(rids)]
+        versions = set()
+        for label, answer, rid, text in zip(labels, answers, rids, texts, strict=True):
+            meta = explain_errors(label, check_meta, answer, rid, text)
+            versions.add(meta["weight_version"])
+        for version in versions - {weights.version}:
             message = f"{self.url} sampled with the weights {version}, not {weights.version}"
             if version == FRESH or version.startswith(weights.run):  # it restarted, or an update came late
                 raise Unavailable(message)
             raise ValueError(f"{message}: who else uses it?")
+
+        # The columns of the rollout
         if self.mask_token_id is not None:
-            answers = [as_ours(row, settings, ends) for row in answers]
-        expected = Expected(prompts.vocabulary, prompts.mask_token_id, ends, settings, prompts.aligned)
-        read = partial(columns_of, expected=expected)
-        rows = [explained(where, read, row, text) for where, row, text in zip(wheres, answers, texts, strict=True)]
-        columns = {name: torch.stack([row[name] for row in rows]).to(ids.device) for name in rows[0]}
+            answers = [convert_sglang_answer(answer, prompts.settings, prompts.ends) for answer in answers]
+        expected = Expected(
+            prompts.vocabulary, prompts.mask_token_id, prompts.ends, prompts.settings, aligned=prompts.aligned
+        )
+        check = partial(check_answer, expected=expected)
+        rows = []
+        for label, answer, text in zip(labels, answers, texts, strict=True):
+            rows.append(explain_errors(label, check, answer, text))
+        columns = {name: torch.stack([row[name] for row in rows]).to(prompts.ids.device) for name in rows[0]}
         return Rollout(
-            ids=torch.cat([ids, columns["completion_ids"]], dim=1),
+            ids=torch.cat([prompts.ids, columns["completion_ids"]], dim=1),
             logps=columns["logprobs"].float(),
             reveal_steps=columns["steps"].long(),
             entropies=columns["entropies"].float(),
@@ -387,15 +444,15 @@ class RolloutServer:
         )
 
 
-def explained(where: str, read: Callable[..., T], *of: Any) -> T:
-    """`read(where, *of)`, with a ValueError if a part of an answer is missing or of another type."""
+def explain_errors(where: str, read: Callable[..., T], *arguments: Any) -> T:
+    """`read(where, *arguments)`, with a ValueError if a part of an answer is missing or of another type."""
     try:
-        return read(where, *of)
+        return read(where, *arguments)
     except (KeyError, IndexError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"{where}the answer is not of the form that RL reads ({error!r:.100})") from error
 
 
-def meta_of(where: str, row: Any, rid: str, text: Sequence[int]) -> dict[str, Any]:
+def check_meta(where: str, row: Any, rid: str, text: Sequence[int]) -> dict[str, Any]:
     """The `meta_info` of an answer. Raises ValueError unless it answers the prompt `text` under the name `rid`."""
     meta: dict[str, Any] = row["meta_info"]
     if meta["id"] != rid:
@@ -407,25 +464,30 @@ def meta_of(where: str, row: Any, rid: str, text: Sequence[int]) -> dict[str, An
     return meta
 
 
-def columns_of(where: str, row: Mapping[str, Any], text: Sequence[int], expected: Expected) -> dict[str, Tensor]:
+def check_answer(where: str, row: Mapping[str, Any], text: Sequence[int], expected: Expected) -> dict[str, Tensor]:
     """What `check_row` returns for an answer to the prompt `text`, and the numbers of passes and of their tokens.
     Raises ValueError as `check_row` does, or if the parts of the answer contradict each other."""
-    meta, ids, length = row["meta_info"], row["output_ids"], expected.settings.gen_length
+    meta = row["meta_info"]
+    ids = row["output_ids"]
+    length = expected.settings.gen_length
     logprobs = [entry[0] for entry in meta["output_token_logprobs"]]
     steps = meta["step_maps"]
     if len(steps) == len(ids) == length:
         steps = reveal_steps(steps, expected.schedule(len(text)))
-    given = {"completion_ids": ids, "steps": steps, "logprobs": logprobs, "entropies": meta["output_token_entropies"]}
-    columns = check_row(where, given, len(text), expected, whole="RL reads all of it")
+    lists = {"completion_ids": ids, "steps": steps, "logprobs": logprobs, "entropies": meta["output_token_entropies"]}
+    columns = check_row(where, lists, len(text), expected, whole="RL reads all of it")
     if [entry[1] for entry in meta["output_token_logprobs"]] != ids:
         raise ValueError(f"{where}output_token_logprobs are those of other tokens than output_ids")
-    passes, fed = meta["forward_passes"], meta["forward_tokens"]
-    least, most = int(columns["steps"].max()) + 1, 2 * (len(text) + length)  # tokens per pass, with guidance
-    if type(passes) is not int or passes < least:
-        raise ValueError(f"{where}forward_passes is {passes!r:.40}: expected {least} at least, by its steps")
-    if type(fed) is not int or not passes <= fed <= passes * most:
-        raise ValueError(f"{where}forward_tokens is {fed!r:.40}: expected {passes} to {passes * most}")
-    return columns | {"passes": torch.tensor(passes), "forward_tokens": torch.tensor(fed)}
+
+    passes = meta["forward_passes"]
+    forward_tokens = meta["forward_tokens"]
+    min_passes = int(columns["steps"].max()) + 1
+    if type(passes) is not int or passes < min_passes:
+        raise ValueError(f"{where}forward_passes is {passes!r:.40}: expected {min_passes} at least, by its steps")
+    max_tokens = passes * 2 * (len(text) + length)  # with guidance, a pass computes each token twice
+    if type(forward_tokens) is not int or not passes <= forward_tokens <= max_tokens:
+        raise ValueError(f"{where}forward_tokens is {forward_tokens!r:.40}: expected {passes} to {max_tokens}")
+    return columns | {"passes": torch.tensor(passes), "forward_tokens": torch.tensor(forward_tokens)}
 
 
 def reveal_steps(step_map: Sequence[int], schedule: Sequence[Sequence[int]]) -> list[int]:
@@ -433,9 +495,9 @@ def reveal_steps(step_map: Sequence[int], schedule: Sequence[Sequence[int]]) -> 
     `schedule`; -1 at its zeros."""
     # Each pass reveals a token, so the number of passes of a block is the largest number in it.
     steps: list[int] = []
-    before = 0
+    first_step = 0  # of the block
     for start, end in pairwise(accumulate(map(sum, schedule), initial=0)):
         block = step_map[start:end]
-        steps += [before + step - 1 if step else -1 for step in block]
-        before += max(block, default=0)  # a map that is cut after its EOS has fewer blocks
+        steps += [first_step + step - 1 if step else -1 for step in block]
+        first_step += max(block, default=0)  # a map that is cut after its EOS has fewer blocks
     return steps

@@ -65,12 +65,13 @@ class ServedRollout(Rollout):
 
     sources: tuple[Source, ...] = ()
 
-    def rows(self, some: slice, device: torch.device) -> ServedRollout:
+    def rows(self, part: slice, device: torch.device) -> ServedRollout:
         """Some of the rows, on a device."""
-        columns: dict[str, Any] = {
-            name: of[some].to(device) for name, of in vars(self).items() if isinstance(of, Tensor)
-        }
-        return ServedRollout(**columns, sources=self.sources[some])
+        columns: dict[str, Any] = {}
+        for name, column in vars(self).items():
+            if isinstance(column, Tensor):
+                columns[name] = column[part].to(device)
+        return ServedRollout(**columns, sources=self.sources[part])
 
 
 class PolicyServers:
@@ -88,12 +89,14 @@ class PolicyServers:
     def __init__(self, args: DiffuGRPOConfig, accelerator: Accelerator, mask_token_id: int) -> None:
         if getattr(getattr(accelerator.state, "fsdp_plugin", None), "fsdp_version", 2) == 1:
             raise ValueError("rollout_mode server does not send the weights of FSDP 1: set fsdp_version: 2")
-        self.accelerator, self.mask_token_id = accelerator, mask_token_id
+        self.accelerator = accelerator
+        self.mask_token_id = mask_token_id
         self.servers = [RolloutServer(url, args.rollout_own_batch) for url in args.rollout_server_base_url or ()]
-        self.size, self.patience = args.rollout_batch_size, args.rollout_server_timeout
+        self.size = args.rollout_batch_size
+        self.patience = args.rollout_server_timeout
         self.run: str = from_rank_0(lambda: uuid.uuid4().hex)  # an earlier run's weights have other names
         self.weights: Weights | None = None
-        self.base: str | None = None  # what `base_of` found
+        self.base: str | None = None  # the result of `base_of`
         self.folder = WeightsFolder(Path(str(args.output_dir)))
         self.silent_since: float | None = None
         self.last_reminder = -REMIND  # when the last message about it was logged
@@ -112,13 +115,16 @@ class PolicyServers:
             self.silent_since = None
             return True
         now = time.monotonic()
-        self.silent_since = now if self.silent_since is None else self.silent_since
+        if self.silent_since is None:
+            self.silent_since = now
         problems = "; ".join(str(server.problem) for server in self.servers)
         if now - self.silent_since >= self.patience:
             output_dir = self.folder.output_dir
-            last = get_last_checkpoint(str(output_dir)) if output_dir.is_dir() else None
-            way_on = f"continue from {last} with --resume" if last else "no checkpoint is complete: start again"
-            raise ConnectionError(f"no rollout server has answered for {self.patience:g} seconds: {problems}. {way_on}")
+            checkpoint = get_last_checkpoint(str(output_dir)) if output_dir.is_dir() else None
+            advice = "no checkpoint is complete: start again"
+            if checkpoint:
+                advice = f"continue from {checkpoint} with --resume"
+            raise ConnectionError(f"no rollout server has answered for {self.patience:g} seconds: {problems}. {advice}")
         if now - self.last_reminder >= REMIND:
             self.last_reminder = now
             logger.warning("Waiting for a rollout server, for at most %g seconds: %s", self.patience, problems)
@@ -126,7 +132,8 @@ class PolicyServers:
 
     def prepare_all(self, servers: Sequence[RolloutServer]) -> None:
         with ThreadPoolExecutor(len(self.servers)) as pool:
-            [*pool.map(self.prepare, servers)]
+            for _ in pool.map(self.prepare, servers):  # raises what `prepare` raises
+                pass
 
     def prepare(self, server: RolloutServer) -> None:
         """Gives a server the current weights unless it has them, or takes it out."""
@@ -148,7 +155,8 @@ class PolicyServers:
 
         def in_first_process(weights: WholeWeights) -> Weights:
             folder = self.folder.write(model, version, self.servers, weights)
-            self.weights = Weights(self.run, version, folder, self.base_of(model, weights), self.folder.frozen)
+            base = self.base_of(model, weights)
+            self.weights = Weights(self.run, version, folder, base, self.folder.frozen)
             self.prepare_all([server for server in self.servers if not server.problem])
             return self.weights
 
@@ -169,77 +177,93 @@ class PolicyServers:
     def rollout(self, model: Any, step: int, prompts: Prompts) -> ServedRollout:
         """Samples the prompts of this process with the weights that `model` has after `step` optimizer steps."""
         self.publish(model, step)
-        asked, future = from_all(prompts), None
+        all_prompts = from_all(prompts)  # per process
+        future = None
         if self.accelerator.is_main_process:
-            future = in_thread(lambda: self.sample(asked))
-        return result_of(future)[self.accelerator.process_index].rows(slice(None), self.accelerator.device)
+            future = run_in_thread(lambda: self.sample(all_prompts))
+        rollouts = result_of(future)
+        return rollouts[self.accelerator.process_index].rows(slice(None), self.accelerator.device)
 
-    def sample(self, asked: Sequence[Prompts]) -> list[ServedRollout]:
+    def sample(self, all_prompts: Sequence[Prompts]) -> list[ServedRollout]:
         """The rollout of each of several prompts by the servers that answer, with the weights of the last `publish`.
         Rows of several prompts share requests unless a server computes a request as a batch of its own. Raises
         ConnectionError if none has answered for `patience` seconds, ValueError if a server refuses the rows."""
         assert self.weights is not None
-        size = self.size or -(-sum(len(prompts.keys) for prompts in asked) // len(self.servers))
-        batches = asked if any(server.batches_alone for server in self.servers) else [Prompts.joined(asked)]
+        # The rows of each request
+        size = self.size or -(-sum(len(prompts.keys) for prompts in all_prompts) // len(self.servers))
+        batches = all_prompts
+        if not any(server.batches_alone for server in self.servers):
+            batches = [Prompts.join(all_prompts)]
         parts: list[Part] = [(part, Future()) for prompts in batches for part in prompts.split(size)]
         futures = [future for _, future in parts]
-        queue: SimpleQueue[Part | None] = SimpleQueue()
+
         # Each server gets its first part at once, so that equal shares do not depend on who is faster.
-        held = dict(zip((server for server in self.servers if not server.problem), parts, strict=False))
-        for part in parts[len(held) :]:
+        queue: SimpleQueue[Part | None] = SimpleQueue()
+        ready_servers = [server for server in self.servers if not server.problem]
+        server_parts = dict(zip(ready_servers, parts, strict=False))
+        for part in parts[len(server_parts) :]:
             queue.put(part)
-        over = Event()
+        end = Event()
         for server in self.servers:
-            Thread(target=self.work, args=(server, queue, held, over), name=server.url, daemon=True).start()
-        Thread(target=watch, args=(queue, held, over), daemon=True).start()
-        self.silent_since, left = None, {*futures}
+            Thread(target=self.work, args=(server, queue, server_parts, end), name=server.url, daemon=True).start()
+        Thread(target=watch, args=(queue, server_parts, end), daemon=True).start()
+
+        self.silent_since = None
+        pending = {*futures}
         try:
-            while left:
-                done, left = wait(left, timeout=PAUSE, return_when=FIRST_EXCEPTION)
+            while pending:
+                done, pending = wait(pending, timeout=PAUSE, return_when=FIRST_EXCEPTION)
                 for future in done:
                     future.result()
                     self.silent_since = None
                 self.any_server_alive()
-            return rollouts_of(asked, [future.result() for future in futures])
+            return split_rollouts(all_prompts, [future.result() for future in futures])
         finally:
-            over.set()
+            end.set()
             for _ in self.servers:
                 queue.put(None)
 
     def work(
-        self, server: RolloutServer, queue: SimpleQueue[Part | None], held: dict[RolloutServer, Part], over: Event
+        self,
+        server: RolloutServer,
+        queue: SimpleQueue[Part | None],
+        server_parts: dict[RolloutServer, Part],
+        end: Event,
     ) -> None:
-        """A thread of `sample`: sends parts to a server, one at a time, first the one that is its own in `held`, the
-        parts that servers have; if the server failed, tries it again after a pause."""
+        """A thread of `sample`: sends parts to a server, one at a time, first the one that it has in `server_parts`,
+        which holds the part of each server; if the server failed, tries it again after a pause."""
         assert self.weights is not None
-        while not over.is_set():
+        while not end.is_set():
             try:
                 if server.problem or server.version != self.weights.version:
                     self.prepare(server)
             except Exception as error:  # it refuses the weights, but others may have taken them
                 take_out(server, error)
             if server.problem:
-                if own := held.pop(server, None):
-                    queue.put(own)
-                over.wait(PAUSE)
+                unsent_part = server_parts.pop(server, None)
+                if unsent_part:
+                    queue.put(unsent_part)
+                end.wait(PAUSE)
                 continue
-            part = held.get(server) or queue.get()
+            part = server_parts.get(server) or queue.get()
             if part is None:
                 return
-            held[server], (prompts, future) = part, part
-            with contextlib.suppress(InvalidStateError):
+            server_parts[server] = part
+            prompts, future = part
+            with contextlib.suppress(InvalidStateError):  # another server answered first
                 try:
-                    future.set_result((server.sample(prompts, self.weights), Source(server.url, server.dtype)))
+                    rollout = server.sample(prompts, self.weights)
+                    future.set_result((rollout, Source(server.url, server.dtype)))
                 except Unavailable as error:
                     take_out(server, error)
-                    if server in held:  # else `watch` has put it back
+                    if server in server_parts:  # else `watch` has put it back
                         queue.put(part)
                 except Exception as error:
                     future.set_exception(error)
-            held.pop(server, None)
+            server_parts.pop(server, None)
 
 
-def in_thread(compute: Callable[[], T]) -> Future[T]:
+def run_in_thread(compute: Callable[[], T]) -> Future[T]:
     """The result of a thread that does not outlive the process."""
     future: Future[T] = Future()
 
@@ -253,15 +277,23 @@ def in_thread(compute: Callable[[], T]) -> Future[T]:
     return future
 
 
-def rollouts_of(asked: Sequence[Prompts], sampled: Sequence[tuple[Rollout, Source]]) -> list[ServedRollout]:
+def split_rollouts(all_prompts: Sequence[Prompts], parts: Sequence[tuple[Rollout, Source]]) -> list[ServedRollout]:
     """The rollout of each of several prompts, from parts of their rows, in order, which may be padded otherwise."""
-    canvases = [replace(part, ids=part.ids[:, -part.logps.shape[1] :]) for part, _ in sampled]
-    sources = tuple(source for part, source in sampled for _ in part.passes)
-    everything, rollouts, first = ServedRollout(**vars(Rollout.concatenate(canvases)), sources=sources), [], 0
-    for prompts in asked:
-        own = everything.rows(slice(first, first + len(prompts.keys)), prompts.ids.device)
-        rollouts.append(replace(own, ids=torch.cat([prompts.ids, own.ids], dim=1)))
-        first += len(prompts.keys)
+    # All rows, without their prompts
+    canvases = []
+    sources: list[Source] = []
+    for part, source in parts:
+        canvases.append(replace(part, ids=part.ids[:, -part.logps.shape[1] :]))
+        sources += [source] * len(part.passes)
+    all_rows = ServedRollout(**vars(Rollout.concatenate(canvases)), sources=tuple(sources))
+
+    rollouts = []
+    start = 0
+    for prompts in all_prompts:
+        end = start + len(prompts.keys)
+        rows = all_rows.rows(slice(start, end), prompts.ids.device)
+        rollouts.append(replace(rows, ids=torch.cat([prompts.ids, rows.ids], dim=1)))
+        start = end
     return rollouts
 
 
@@ -272,15 +304,16 @@ def take_out(server: RolloutServer, error: Exception) -> None:
     server.problem = str(error)
 
 
-def watch(queue: SimpleQueue[Part | None], held: dict[RolloutServer, Part], over: Event) -> None:
+def watch(queue: SimpleQueue[Part | None], server_parts: dict[RolloutServer, Part], end: Event) -> None:
     """A thread of `sample`: gives the part of a server that no longer answers, without having closed its connection, to
     the others. If the server answers after all, the first answer counts."""
-    while not over.wait(WATCH):
-        for server in [*held]:
+    while not end.wait(WATCH):
+        for server in [*server_parts]:
             try:
                 server.ask("GET", "/model_info", seconds=CONNECT)
             except Exception as error:  # no answer, or one that makes no sense
-                if part := held.pop(server, None):
+                part = server_parts.pop(server, None)
+                if part:
                     take_out(server, error)
                     queue.put(part)
 
@@ -295,7 +328,8 @@ class ServerRollouts:
     trainer: DiffuGRPOTrainer
 
     def connect(self, trainer: DiffuGRPOTrainer) -> None:
-        self.trainer, self.rescoring = trainer, Rescoring(trainer)
+        self.trainer = trainer
+        self.rescoring = Rescoring(trainer)
         self.servers = PolicyServers(trainer.args, trainer.accelerator, trainer.mask_token_id)
 
     @property
@@ -310,7 +344,8 @@ class ServerRollouts:
 
     def prompts(self, request: RolloutRequest) -> Prompts:
         """The rows as servers get them."""
-        trainer, config = self.trainer, self.trainer.model.config
+        trainer = self.trainer
+        config = trainer.model.config
         return Prompts(
             request.prompt_ids.cpu(),
             request.prompt_mask.cpu(),
@@ -331,7 +366,7 @@ class ServerRollouts:
     def verify(self, batch: Batch, sampled: Rollout, keys: Sequence[Sequence[int]]) -> None:
         """Scores a row of the rollout again. All processes call it together."""
         sources = cast("ServedRollout", sampled).sources
-        precisions = {source.dtype for source in sources}
+        server_dtypes = {source.dtype for source in sources}
         in_fp32 = self.trainer.accelerator.mixed_precision == "no" and self.trainer.model.dtype == torch.float32
 
         def where(row: int) -> str:
@@ -342,7 +377,7 @@ class ServerRollouts:
                 batch,
                 range(len(sources)),
                 where,
-                exact=in_fp32 and precisions == {"float32"},
+                exact=in_fp32 and server_dtypes == {"float32"},
                 certain=not self.is_stale,
             )
 

@@ -21,7 +21,7 @@ from d1.rl.config import DiffuGRPOConfig
 from d1.rl.losses import OBJECTIVES, PENALTIES
 from d1.rl.sources import LocalRollouts
 from d1.scoring import ESTIMATORS
-from d1.serve.client import Expected, check_ids, check_row, numbers, reveal_steps
+from d1.serve.client import Expected, check_ids, check_numbers, check_row, reveal_steps
 from d1.serve.rescoring import Rescoring
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def record_of(
         check_ids(prompt, f"{where}prompt_ids", expected.vocabulary, args.max_prompt_length, "max_prompt_length")
         row = {name: values[number] for name, values in given.items() if name != "prompt_ids"}
         if "step_maps" in row:
-            steps = numbers(row.pop("step_maps"), f"{where}step_maps", len(row["completion_ids"]))
+            steps = check_numbers(row.pop("step_maps"), f"{where}step_maps", len(row["completion_ids"]))
             row["steps"] = reveal_steps(steps.tolist(), expected.schedule(len(prompt)))
         for name, values in check_row(where, row, len(prompt), expected, whole).items():
             rows = record[KEYS[name]]

@@ -17,7 +17,7 @@ from d1.masking import keyed_generator
 from d1.models import load_model
 from d1.models.convert import write_weights
 from d1.sampling import SamplingSettings, rollout
-from d1.serve.client import Prompts, RolloutServer, Weights, as_ours, reveal_steps
+from d1.serve.client import Prompts, RolloutServer, Weights, convert_sglang_answer, reveal_steps
 from d1.serve.sglang import ANY_TOP_K, VERSION, Sampled, finish, settings_of, step_of
 from d1.transformers_bridge import stored_weights
 from tests.commands import ROOT
@@ -196,7 +196,7 @@ def test_answers_have_the_form_of_our_server():
     settings = SamplingSettings(gen_length=6, block_length=4, steps=6)
     meta = {"output_token_logprobs": [[-0.5, 9, None], [-0.25, 2, None]], "output_token_entropies": [0.1, 0.2]}
     meta |= {"step_maps": [1, 2], "forward_passes": [3, 0], "prompt_tokens": 10, "cached_tokens": 4}
-    ours = as_ours({"output_ids": [9, 2], "meta_info": meta}, settings, (2, 7))
+    ours = convert_sglang_answer({"output_ids": [9, 2], "meta_info": meta}, settings, (2, 7))
     assert ours["output_ids"] == [9, 2, 2, 2, 2, 2]
     assert ours["meta_info"]["step_maps"] == [1, 2, 0, 0, 0, 0]
     assert (ours["meta_info"]["forward_passes"], ours["meta_info"]["forward_tokens"]) == (3, 16)
