@@ -43,21 +43,25 @@ class AsyncRollouts:
         prompts_of: from the number of a rollout, its rows of all processes; None if the run ends before it.
 
     Attributes:
-        kept: rollout number -> optimizer steps before its updates, the folder with the weights of that time, and that
+        copies: rollout number -> optimizer steps before its updates, the folder with the weights of that time, and that
             with those that no version changes (`WeightsFolder.frozen`).
-        requests: rollout number -> its request. Only the first process uses `kept` and `requests`.
+        requests: rollout number -> its request. Only the first process uses `copies` and `requests`.
+        has_requests: whether a request may be under way; all processes have the same value.
         stale_steps: optimizer steps that the trainer is ahead of the weights that sampled the last rollout taken.
     """
 
     def __init__(self, servers: PolicyServers, staleness: int, prompts_of: Callable[[int], Prompts | None]) -> None:
-        self.servers, self.staleness, self.prompts_of = servers, staleness, prompts_of
+        self.servers = servers
+        self.staleness = staleness
+        self.prompts_of = prompts_of
         self.folders = [WeightsFolder(servers.folder.output_dir, f"-{index}") for index in range(staleness + 1)]
-        self.kept: dict[int, tuple[int, Path, Path | None]] = {}
+        self.copies: dict[int, tuple[int, Path, Path | None]] = {}
         self.requests: dict[int, Future[PrefetchedRollout]] = {}
         self.thread = ThreadPoolExecutor(1)
-        self.at_work, self.stale_steps = False, 0
+        self.has_requests = False
+        self.stale_steps = 0
 
-    def weights_of(self, number: int) -> int:
+    def weights_number(self, number: int) -> int:
         """The number of the rollout before whose updates the trainer had the weights that sample rollout `number`."""
         return max(0, number - self.staleness)
 
@@ -66,26 +70,32 @@ class AsyncRollouts:
         one that the present weights of `model` sample. All processes call it together. Raises as `sample`."""
 
         def in_first_process(weights: WholeWeights) -> None:
-            self.keep_weights(number, step, model, weights)
+            self.copy_weights(number, step, model, weights)
             for later in range(number, number + self.staleness + 1):
-                if later not in self.requests and (prompts := self.prompts_of(later)):
-                    of, folder, frozen = self.kept[self.weights_of(later)]
-                    base = self.servers.base_of(model, weights)
-                    sent = Weights(self.servers.run, folder.name, folder, base, frozen)
-                    self.requests[later] = self.thread.submit(self.sample, prompts, sent, of)
+                if later in self.requests:
+                    continue
+                prompts = self.prompts_of(later)
+                if prompts is None:  # the run ends before it
+                    continue
+                weights_step, folder, frozen = self.copies[self.weights_number(later)]
+                base = self.servers.base_of(model, weights)
+                copied_weights = Weights(self.servers.run, folder.name, folder, base, frozen)
+                self.requests[later] = self.thread.submit(self.sample, prompts, copied_weights, weights_step)
 
         with_weights(model, in_first_process)
-        self.at_work = True
-        prompts, rollout, sampled_at = result_of(self.requests.pop(number, None))
-        self.stale_steps = step - sampled_at
+        self.has_requests = True
+        prompts, rollout, weights_step = result_of(self.requests.pop(number, None))
+        self.stale_steps = step - weights_step
         return prompts, rollout
 
-    def keep_weights(self, number: int, step: int, model: Any, given: WholeWeights | Path) -> None:
+    def copy_weights(self, number: int, step: int, model: Any, weights: WholeWeights | Path) -> None:
         """Keeps the weights of `model`, or those in a folder, from before the updates on a rollout."""
-        folder, version = self.folders[number % len(self.folders)], f"{self.servers.run}-{step}"
-        self.kept = {one: where for one, where in self.kept.items() if one > number - len(self.folders)}
-        written = folder.write(model, version, self.servers.servers, given)
-        self.kept[number] = step, written, folder.frozen
+        # The folders are reused in turn: the copies of rollouts up to `number - count` end.
+        count = len(self.folders)
+        self.copies = {earlier: entry for earlier, entry in self.copies.items() if earlier > number - count}
+        folder = self.folders[number % count]
+        path = folder.write(model, f"{self.servers.run}-{step}", self.servers.servers, weights)
+        self.copies[number] = step, path, folder.frozen
 
     def sample(self, prompts: Prompts, weights: Weights, step: int) -> PrefetchedRollout:
         """In the thread: the rollout of `prompts` by servers that take `weights`, those of a `step`, first."""
@@ -94,31 +104,31 @@ class AsyncRollouts:
 
     def finish(self) -> None:
         """Waits for all requests, so that something else can be sampled with other weights."""
-        if self.at_work:
+        if self.has_requests:
             wait(self.requests.values())
             self.servers.weights = None  # in all processes, so that all of them publish
-            self.at_work = False
+            self.has_requests = False
 
     def close(self) -> None:
-        """Drops all requests and removes the weights that were kept."""
+        """Drops all requests and removes the copies of the weights."""
         self.thread.shutdown(cancel_futures=True)
         self.thread = ThreadPoolExecutor(1)
         self.requests.clear()
-        self.kept.clear()
+        self.copies.clear()
         for folder in self.folders:
             folder.remove()
 
     def save(self, checkpoint: Path, following: int) -> None:
         """Writes the weights of the rollouts from number `following` on into a checkpoint; in the first process."""
-        for number in {self.weights_of(later) for later in range(following, following + self.staleness)}:
-            step, folder, _ = self.kept[number]
+        for number in {self.weights_number(later) for later in range(following, following + self.staleness)}:
+            step, folder, _ = self.copies[number]
             shutil.copytree(folder, checkpoint / FOLDER / f"{number}-{step}", dirs_exist_ok=True)
 
     def load(self, checkpoint: Path, model: Any) -> None:
         """Takes what `save` wrote, weights of `model`; in the first process."""
         for folder in (checkpoint / FOLDER).iterdir():
             number, step = map(int, folder.name.split("-"))
-            self.keep_weights(number, step, model, folder)
+            self.copy_weights(number, step, model, folder)
 
 
 class PrefetchedRollouts(ServerRollouts):
@@ -135,22 +145,26 @@ class PrefetchedRollouts(ServerRollouts):
 
     def sample(self, request: RolloutRequest) -> Rollout:
         if self.trainer.mode == "train":
-            return self.prefetched(request)
+            return self.sample_prefetched(request)
         self.prefetch.finish()
         return super().sample(request)
 
-    def prefetched(self, request: RolloutRequest) -> ServedRollout:
+    def sample_prefetched(self, request: RolloutRequest) -> ServedRollout:
         """The current rollout, which servers sampled during earlier updates."""
         trainer = self.trainer
-        number, rows = trainer.rollout_number, len(request.prompt_ids)
+        number = trainer.rollout_number
         model = trainer.accelerator.unwrap_model(trainer.model)
         prompts, sampled = self.prefetch.get(model, number, trainer.state.global_step)
+
+        # The rows of this process
+        rows = len(request.prompt_ids)
         first = trainer.first_row(rows)
         local = slice(first, first + rows)
-        asked = strip_padding(request.prompt_ids, request.prompt_mask)
-        if strip_padding(prompts.ids[local], prompts.mask[local]) != asked:
+        requested_ids = strip_padding(request.prompt_ids, request.prompt_mask)
+        if strip_padding(prompts.ids[local], prompts.mask[local]) != requested_ids:
             raise ValueError("rollout_staleness: the training rows came in another order than the trainer's sampler's")
-        trainer.log_metric("sampling/staleness", number - self.prefetch.weights_of(number))
+
+        trainer.log_metric("sampling/staleness", number - self.prefetch.weights_number(number))
         trainer.log_metric("sampling/staleness_steps", self.prefetch.stale_steps)
         return sampled.rows(local, request.prompt_ids.device)
 
@@ -158,8 +172,8 @@ class PrefetchedRollouts(ServerRollouts):
         """The rows of all processes of training rollout `number`; None if the run ends before it."""
         trainer = self.trainer
         start = number * trainer.micro_steps_per_rollout
-        ended = start // trainer.args.gradient_accumulation_steps >= trainer.state.max_steps
-        if ended and number > trainer.rollout_number:
+        is_after_end = start // trainer.args.gradient_accumulation_steps >= trainer.state.max_steps
+        if is_after_end and number > trainer.rollout_number:
             return None
         ids, mask = trainer.left_pad(trainer.encoded([row["prompt"] for row in trainer.rows_of(number)]))
         key = trainer.key("rollout", start)

@@ -27,18 +27,19 @@ T = TypeVar("T")
 
 class WholeWeights(Mapping[str, Tensor]):
     """The state dict of a model of which each process may hold a part (ZeRO-3, FSDP2): a weight is gathered when the
-    first process reads it. All processes make one together, and the others `help` until the first one is `done`."""
+    first process reads it. All processes make one together; the others call `help_gather`, which returns after the
+    first one has called `end_gather`."""
 
     def __init__(self, model: Any) -> None:
         self.parts = model.state_dict(keep_vars=True)
-        self.split = any(isinstance(part, DTensor) or hasattr(part, "ds_id") for part in self.parts.values())
+        self.is_split = any(isinstance(part, DTensor) or hasattr(part, "ds_id") for part in self.parts.values())
 
     def __getitem__(self, name: str) -> Tensor:
         part = self.parts[name]
-        if not self.split:
+        if not self.is_split:
             return part.detach()
-        self.tell(name)
-        with whole(part) as weight:
+        self.broadcast_name(name)
+        with gather_weight(part) as weight:
             return weight.detach().to("cpu", copy=True)
 
     def __iter__(self) -> Iterator[str]:
@@ -47,25 +48,28 @@ class WholeWeights(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self.parts)
 
-    def tell(self, name: str | None) -> str | None:
-        """The name that the first process gives; None: it reads no more."""
+    def broadcast_name(self, name: str | None) -> str | None:
+        """The name that the first process passes; None: it reads no more weights."""
         names = [name]
-        if self.split:
+        if self.is_split:
             dist.broadcast_object_list(names)
         return names[0]
 
-    def help(self) -> None:
+    def help_gather(self) -> None:
         """Takes part in gathering what the first process reads."""
-        while (name := self.tell(None)) is not None:
-            with whole(self.parts[name]):
+        while True:
+            name = self.broadcast_name(None)
+            if name is None:
+                return
+            with gather_weight(self.parts[name]):
                 pass
 
-    def done(self) -> None:
-        self.tell(None)
+    def end_gather(self) -> None:
+        self.broadcast_name(None)
 
 
 @contextlib.contextmanager
-def whole(part: Tensor) -> Iterator[Tensor]:
+def gather_weight(part: Tensor) -> Iterator[Tensor]:
     """A weight of which this process has a part; all processes call it together."""
     if isinstance(part, DTensor):
         yield cast("DTensor", part.detach().to(PartialState().device)).full_tensor()
@@ -87,10 +91,10 @@ def with_weights(model: Any, work: Callable[[WholeWeights], T]) -> T:
         try:
             return work(weights)
         finally:
-            weights.done()
+            weights.end_gather()
 
     if not PartialState().is_main_process:
-        weights.help()
+        weights.help_gather()
     return from_rank_0(in_first_process)
 
 
@@ -99,10 +103,10 @@ BARRIER_SECONDS = 5.0  # seconds after which waiting processes meet, so that no 
 
 def result_of(future: Future[T] | None) -> T:
     """The result of a future of the first process, which all processes get; an error of it is raised in all."""
-    first = cast("Future[T]", future)
-    while not from_rank_0(lambda: bool(wait([first], BARRIER_SECONDS).done)):
+    rank_0_future = cast("Future[T]", future)
+    while not from_rank_0(lambda: bool(wait([rank_0_future], BARRIER_SECONDS).done)):
         pass
-    return from_rank_0(lambda: first.result())
+    return from_rank_0(lambda: rank_0_future.result())
 
 
 # --- The folder through which a run's weights reach its servers -------------------------------------------------------
@@ -116,34 +120,40 @@ class WeightsFolder:
         frozen: the folder of the weights that no version changes, written once; None: each version is whole.
     """
 
-    def __init__(self, output_dir: Path, part: str = "") -> None:
-        """`part` ends the folder's name: a run may have several folders."""
-        self.output_dir, self.part = output_dir.resolve(), part
+    def __init__(self, output_dir: Path, suffix: str = "") -> None:
+        """`suffix` ends the folder's name: a run may have several folders."""
+        self.output_dir = output_dir.resolve()
+        self.suffix = suffix
         self.path: Path | None = None
         self.frozen: Path | None = None
 
     def write(
-        self, model: Any, version: str, servers: Sequence[RolloutServer], given: WholeWeights | Path | None = None
+        self, model: Any, version: str, servers: Sequence[RolloutServer], weights: WholeWeights | Path | None = None
     ) -> Path:
         """Replaces the version by the weights of `model`, or its adapter if it has one, where all servers read it;
         returns the folder of the new version. An engine gets weights with the adapter merged; if all servers are
-        engines, only those that it changes. `given`: the weights, if processes share them; or a folder to copy."""
-        known = [server for server in servers if server.folders != []]
-        engines, has_adapter = [server.folders is None for server in known], hasattr(model, "peft_config")
-        merges, changes = has_adapter and any(engines), has_adapter and any(engines) and all(engines)
-        split = given if isinstance(given, WholeWeights) and given.split else None
-        if merges and split:
+        engines, only those that it changes. `weights`: the weights, if processes share them; or a folder to copy."""
+        loading_servers = [server for server in servers if server.folders != []]
+        is_engine = [server.folders is None for server in loading_servers]
+        has_adapter = hasattr(model, "peft_config")
+        merges_adapter = has_adapter and any(is_engine)
+        changes_only = merges_adapter and all(is_engine)
+        split_weights = weights if isinstance(weights, WholeWeights) and weights.is_split else None
+        if merges_adapter and split_weights:
             raise ValueError(
                 "SGLang takes no adapters, and one cannot be merged into weights that processes share: use `d1 serve`, "
                 "train all weights, or train under DDP or ZeRO-2"
             )
+        sends_all = merges_adapter or not has_adapter
+
+        # The folder, for the first version
         if self.path is None:
-            sent = [weight for weight in model.parameters() if weight.requires_grad or merges or not has_adapter]
-            size = sum(getattr(weight, "ds_numel", weight.numel()) * weight.element_size() for weight in sent)
+            parameters = [weight for weight in model.parameters() if weight.requires_grad or sends_all]
+            size = sum(getattr(weight, "ds_numel", weight.numel()) * weight.element_size() for weight in parameters)
             # An engine reads any folder of its own machine. On another machine, the run's folder must be shared, and a
             # RAM disk is not the one of this machine.
             folders: list[list[str] | None] = []
-            for server in known:
+            for server in loading_servers:
                 if server.is_local:
                     folders.append(server.folders)
                 elif server.folders is None:
@@ -151,36 +161,46 @@ class WeightsFolder:
                 else:
                     folders.append([name for name in server.folders if not Path(name).is_relative_to(RAM_DISK)])
             # The name is a function of the run, so that a resume removes what a killed run left.
-            name = "d1-weights-" + hashlib.sha256(str(self.output_dir).encode()).hexdigest()[:12] + self.part
-            self.path = folder_with_room(self.output_dir, folders, size) / name
-        if not (changes and self.frozen):
+            digest = hashlib.sha256(str(self.output_dir).encode()).hexdigest()[:12]
+            self.path = folder_with_room(self.output_dir, folders, size) / f"d1-weights-{digest}{self.suffix}"
+
+        # Remove the earlier version, but not the weights that no version changes.
+        if not (changes_only and self.frozen):
             shutil.rmtree(self.path, ignore_errors=True)
             self.path.mkdir(mode=0o700)  # fails if it is someone else's
-            self.frozen = self.path / FROZEN if changes else None
-            if self.frozen:
+            self.frozen = None
+            if changes_only:
+                self.frozen = self.path / FROZEN
                 write_weights(model, self.frozen, learnt=False)
-        for old in self.path.iterdir():
-            if old != self.frozen:
-                shutil.rmtree(old)
-        if isinstance(given, Path):
-            shutil.copytree(given, self.path / version)
-        elif has_adapter and not merges:
-            learnt = [name for name, weight in model.named_parameters() if weight.requires_grad]
-            model.save_pretrained(self.path / version, state_dict=split and {name: split[name] for name in learnt})
+        for folder in self.path.iterdir():
+            if folder != self.frozen:
+                shutil.rmtree(folder)
+
+        # Write the new version.
+        folder = self.path / version
+        if isinstance(weights, Path):
+            shutil.copytree(weights, folder)
+        elif sends_all:
+            write_weights(model, folder, learnt=True if changes_only else None, weights=split_weights)
         else:
-            write_weights(model, self.path / version, True if changes else None, split)
-        return self.path / version
+            state_dict: dict[str, Tensor] | None = None
+            if split_weights is not None:
+                trained_names = [name for name, weight in model.named_parameters() if weight.requires_grad]
+                state_dict = {name: split_weights[name] for name in trained_names}
+            model.save_pretrained(folder, state_dict=state_dict)
+        return folder
 
     def remove(self) -> None:
         """Removes what this process wrote."""
         if self.path is not None:
             shutil.rmtree(self.path, ignore_errors=True)
-            self.path = self.frozen = None
+            self.path = None
+            self.frozen = None
 
 
 FROZEN = "frozen"  # a folder next to that of the version
 RAM_DISK = Path("/dev/shm")
-SPARE = 1.1  # free room needed, as a multiple of the weights' size
+ROOM_FACTOR = 1.1  # free room needed, as a multiple of the weights' size
 
 
 def folder_with_room(output_dir: Path, folders: Sequence[Sequence[str] | None], size: int) -> Path:
@@ -188,9 +208,12 @@ def folder_with_room(output_dir: Path, folders: Sequence[Sequence[str] | None], 
     reads; None: everywhere. ValueError if neither is read by all servers and has room."""
     output_dir.mkdir(parents=True, exist_ok=True)
     for folder in (RAM_DISK, output_dir):
-        read = all(own is None or any(folder.is_relative_to(one) for one in own) for own in folders)
-        writable = folder.is_dir() and os.access(folder, os.W_OK)
-        if read and writable and shutil.disk_usage(folder).free >= SPARE * size:
+        is_readable = True
+        for server_folders in folders:
+            if server_folders is not None and not any(folder.is_relative_to(name) for name in server_folders):
+                is_readable = False
+        is_writable = folder.is_dir() and os.access(folder, os.W_OK)
+        if is_readable and is_writable and shutil.disk_usage(folder).free >= ROOM_FACTOR * size:
             return folder
     raise ValueError(
         f"neither {RAM_DISK} nor {output_dir} lies in a --weights_dir of all servers and has {size / 1e9:.1f} GB of "

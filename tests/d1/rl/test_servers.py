@@ -103,7 +103,7 @@ def test_what_cannot_be_is_refused(tiny_model_dir, tmp_path):
             PolicyServers(trainer.args, shared, 3)
         adapted, sglang = get_peft_model(load_model(tiny_model_dir), LORA), RolloutServer("http://127.0.0.1:1")
         weights, sglang.folders = WholeWeights(adapted), None
-        weights.split = True  # as under FSDP2
+        weights.is_split = True  # as under FSDP2
         with pytest.raises(ValueError, match="SGLang takes no adapters, and one cannot be merged into weights that"):
             WeightsFolder(tmp_path).write(adapted, "0", [sglang], weights)
         others = Weights("other", "other-0", tmp_path)
