@@ -23,45 +23,47 @@ EXACT = 1e-2  # largest difference in nats allowed in fp32, where rounding gives
 CLOSE = 0.5  # largest median difference in nats allowed between data types, which usually gives about 0.02
 
 
-def differences(one: Batch, scores: Scores, views: Views, exact: bool) -> str:
+def describe_difference(row: Batch, scores: Scores, views: Views, exact: bool) -> str:
     """How the record of one row differs from the trainer's own `scores` of it in `views`; "" if it does not. `exact`:
     both programs compute in fp32 with the same weights, so that only rounding may differ."""
-    scored = views.weights.ne(0).any(1)
-    pairs = {"log-probabilities": (one["rollout_logps"], scores.logps)}
-    if "rollout_entropies" in one and scores.entropies is not None:
-        pairs["entropies"] = one["rollout_entropies"], scores.entropies
-    for what, (told, own) in pairs.items():
-        gaps = (own.float() - told)[scored].abs().cpu()
-        at = int(gaps.argmax())
-        if gaps.median() <= CLOSE and not (exact and gaps[at] > EXACT):
+    is_scored = views.weights.ne(0).any(1)
+    values = {"log-probabilities": (row["rollout_logps"], scores.logps)}
+    if "rollout_entropies" in row and scores.entropies is not None:
+        values["entropies"] = (row["rollout_entropies"], scores.entropies)
+    for name, (sampler_values, own_values) in values.items():
+        gaps = (own_values.float() - sampler_values)[is_scored].abs().cpu()
+        largest = int(gaps.argmax())
+        if gaps.median() <= CLOSE and not (exact and gaps[largest] > EXACT):
             continue
-        position = int(scored[0].nonzero()[at])
+        position = int(is_scored[0].nonzero()[largest])
         return (
-            f"the {what} are not those of this run's model, which scored {len(gaps)} tokens again: the "
+            f"the {name} are not those of this run's model, which scored {len(gaps)} tokens again: the "
             f"difference is {gaps.median():.3g} nats in the median, and at token {position} they are "
-            f"{told[0, position]:.4g} and {own[0, position]:.4g}"
+            f"{sampler_values[0, position]:.4g} and {own_values[0, position]:.4g}"
         )
     return ""
 
 
-def states_of(one: Batch, blocks: CanvasBlocks, number: int) -> Views:
+def states_of(row: Batch, blocks: CanvasBlocks, number: int) -> Views:
     """Up to `STATES` views of one row, evenly spaced over its steps: the states in which it was sampled, and the tokens
     that were revealed there."""
-    prompts, device = one["prompt_mask"], one["canvas_ids"].device
-    sampled = sampled_rows(one | {"completion_mask": one["reveal_steps"] >= 0}, blocks)
+    device = row["canvas_ids"].device
+    sampled = sampled_rows(row | {"completion_mask": row["reveal_steps"] >= 0}, blocks)
     written = WrittenTokens.from_rows(sampled)
-    steps = int(written.steps.max()) + 1
-    count = min(STATES, steps)
-    chosen = (torch.arange(count, device=device) * steps // count + number) % steps
+    step_count = int(written.steps.max()) + 1
+    count = min(STATES, step_count)
+    steps = (torch.arange(count, device=device) * step_count // count + number) % step_count
+    prompt_noise = torch.zeros_like(row["prompt_mask"], dtype=torch.bool).unsqueeze(1)
     weights = torch.ones(1, count, device=device)
-    return replay_views(torch.zeros_like(prompts, dtype=torch.bool).unsqueeze(1), written, chosen.unsqueeze(0), weights)
+    return replay_views(prompt_noise, written, steps.unsqueeze(0), weights)
 
 
 class Rescoring:
     """Scores rows of a trainer's rollouts again."""
 
     def __init__(self, trainer: DiffuGRPOTrainer) -> None:
-        self.trainer, self.has_warned = trainer, False
+        self.trainer = trainer
+        self.has_warned = False
 
     def check(self, batch: Batch, rows: Sequence[int], where: Callable[[int], str], exact: bool, certain: bool) -> None:
         """Scores again one of the `rows` of a rollout that another program sampled: in one forward pass, in some of the
@@ -79,17 +81,21 @@ class Rescoring:
         trainer = self.trainer
         if not rows or trainer.sampling.cfg_scale:  # guidance samples from other log-probabilities
             return
-        certain &= trainer.sampling.cache is None and not getattr(trainer.model, "is_loaded_in_4bit", False)
+        if trainer.sampling.cache is not None or getattr(trainer.model, "is_loaded_in_4bit", False):
+            certain = False
         number = trainer.rollout_number if trainer.mode == "train" else trainer.evaluation_rollouts
-        row = rows[number % len(rows)]
-        one = {name: batch[name][row : row + 1] for name in batch}
-        views, of_training = states_of(one, trainer.blocks, number), trainer.computed_tokens
+        index = rows[number % len(rows)]
+        row = {name: batch[name][index : index + 1] for name in batch}
+        views = states_of(row, trainer.blocks, number)
+        computed_tokens = trainer.computed_tokens
         with trainer.without_checkpointing(), evaluating(trainer.model):
-            scores = trainer.scores(trainer.model, one, views, with_entropies=True, views_at_once=STATES)
-        trainer.computed_tokens = of_training
-        found = differences(one, scores, views, exact and certain)
-        if found and certain:
-            raise ValueError(f"{where(row)}{found}: other weights, settings or tokens sampled them")
-        if found and not self.has_warned:
+            scores = trainer.scores(trainer.model, row, views, with_entropies=True, views_at_once=STATES)
+        trainer.computed_tokens = computed_tokens
+        difference = describe_difference(row, scores, views, exact and certain)
+        if difference and certain:
+            raise ValueError(f"{where(index)}{difference}: other weights, settings or tokens sampled them")
+        if difference and not self.has_warned:
             self.has_warned = True
-            logger.warning("%s%s. The sampler approximates, or its weights are older; said once.", where(row), found)
+            logger.warning(
+                "%s%s. The sampler approximates, or its weights are older; said once.", where(index), difference
+            )

@@ -30,23 +30,31 @@ if TYPE_CHECKING:
 UserRollout = Callable[[list, Any], dict[str, Any]]
 TOKENS = ("prompt_ids", "completion_ids")
 RECORD = {"steps": "reveal_steps", "logprobs": "rollout_logps", "entropies": "rollout_entropies"}
-ALSO = ("reveal_steps", "step_maps")  # `steps` under that name; as a server's answer has them, from 1 in each block
-READ = {"reveal_steps": "steps", "logps": "logprobs", "entropies": "entropies"}  # of `SampledRows`
-KEYS = {"completion_ids": "canvas_ids", **RECORD}
+# `steps` under its other name; and as a server's answer has them, from 1 in each block
+STEP_ALIASES = ("reveal_steps", "step_maps")
+ROW_FIELDS = {"reveal_steps": "steps", "logps": "logprobs", "entropies": "entropies"}  # fields of `SampledRows`
+BATCH_KEYS = {"completion_ids": "canvas_ids", **RECORD}
 
 
-def keys_read(args: DiffuGRPOConfig) -> dict[str, list[str]]:
+def readers_of_keys(args: DiffuGRPOConfig) -> dict[str, list[str]]:
     """For each key of `RECORD`, the settings of the run whose entries read it."""
-    estimator, of_estimator = ESTIMATORS[args.estimator], f"estimator {args.estimator}"
-    fields = {*["reveal_steps"] * estimator.replays, *estimator.reads(args.view_settings())}
-    readers = [
-        *((key, of_estimator, field in fields) for field, key in READ.items()),
-        ("logprobs", "sampling_weight_cap", args.sampling_weight_cap is not None),
-        ("steps", f"objective {args.objective}", OBJECTIVES[args.objective].reads_steps),
-        ("steps", f"kl {args.kl}", PENALTIES[args.kl].reads_steps and args.beta and not args.has_trls_kl),
-        ("steps", f"scored_tokens {args.scored_tokens}", LOSS_MASKS[args.scored_tokens].reads_steps),
-    ]
-    return {key: [name for of, name, reads in readers if of == key and reads] for key in RECORD}
+    readers: dict[str, list[str]] = {key: [] for key in RECORD}
+    estimator = ESTIMATORS[args.estimator]
+    fields = {*estimator.reads(args.view_settings())}
+    if estimator.replays:
+        fields.add("reveal_steps")
+    for field, key in ROW_FIELDS.items():
+        if field in fields:
+            readers[key].append(f"estimator {args.estimator}")
+    if args.sampling_weight_cap is not None:
+        readers["logprobs"].append("sampling_weight_cap")
+    if OBJECTIVES[args.objective].reads_steps:
+        readers["steps"].append(f"objective {args.objective}")
+    if PENALTIES[args.kl].reads_steps and args.beta and not args.has_trls_kl:
+        readers["steps"].append(f"kl {args.kl}")
+    if LOSS_MASKS[args.scored_tokens].reads_steps:
+        readers["steps"].append(f"scored_tokens {args.scored_tokens}")
+    return readers
 
 
 def check_rollout_func(args: DiffuGRPOConfig) -> None:
@@ -64,52 +72,59 @@ def check_rollout_func(args: DiffuGRPOConfig) -> None:
         raise ValueError("max_compute_tokens counts the tokens of rollouts, which a rollout_func does not tell")
 
 
-def read_returned(returned: Any, rows: int, args: DiffuGRPOConfig) -> tuple[dict[str, Sequence[Any]], dict[str, Any]]:
+def split_result(result: Any, rows: int, args: DiffuGRPOConfig) -> tuple[dict[str, Sequence[Any]], dict[str, Any]]:
     """Splits what a `rollout_func` returned for `rows` rows: the keys of a rollout, and the others. Raises ValueError
     if it is no dictionary of lists, or lacks a key that the run reads."""
-    if not isinstance(returned, dict):
-        raise ValueError(f"rollout_func returned {type(returned).__name__}: expected a dictionary of lists")
-    if returned.get("env_mask") is not None:
+    if not isinstance(result, dict):
+        raise ValueError(f"rollout_func returned {type(result).__name__}: expected a dictionary of lists")
+    if result.get("env_mask") is not None:
         raise ValueError("rollout_func returned env_mask: every token of a canvas is the model's, so leave it out")
-    given = {name: returned[name] for name in (*TOKENS, *RECORD, *ALSO) if returned.get(name) is not None}
-    for name, values in given.items():
+    rollout_keys = (*TOKENS, *RECORD, *STEP_ALIASES)
+    columns = {name: result[name] for name in rollout_keys if result.get(name) is not None}
+    for name, values in columns.items():
         if not isinstance(values, Sequence) or len(values) != rows:
-            found = len(values) if isinstance(values, Sequence) else type(values).__name__
-            raise ValueError(f"rollout_func got {rows} prompts: expected a list of as many {name}, got {found}")
-    if len(of_steps := [name for name in ("steps", *ALSO) if name in given]) > 1:
-        raise ValueError(f"rollout_func returned {' and '.join(of_steps)}: return one of them")
-    if "reveal_steps" in given:
-        given["steps"] = given.pop("reveal_steps")
-    if missing := {*TOKENS}.difference(given):
+            actual = len(values) if isinstance(values, Sequence) else type(values).__name__
+            raise ValueError(f"rollout_func got {rows} prompts: expected a list of as many {name}, got {actual}")
+
+    step_keys = [name for name in ("steps", *STEP_ALIASES) if name in columns]
+    if len(step_keys) > 1:
+        raise ValueError(f"rollout_func returned {' and '.join(step_keys)}: return one of them")
+    if "reveal_steps" in columns:
+        columns["steps"] = columns.pop("reveal_steps")
+    missing = {*TOKENS}.difference(columns)
+    if missing:
         raise ValueError(f"rollout_func returned no {min(missing)}: every method needs them")
-    for name, names in keys_read(args).items():
-        if names and name not in given and not (name == "steps" and of_steps):
+    for name, readers in readers_of_keys(args).items():
+        if readers and name not in columns and not (name == "steps" and step_keys):
             raise ValueError(
-                f"rollout_func returned no {name}, which --method {args.method} reads ({', '.join(names)}): "
+                f"rollout_func returned no {name}, which --method {args.method} reads ({', '.join(readers)}): "
                 "return them, or choose a method that reads tokens alone, such as d1 or espo"
             )
-    return given, {name: value for name, value in returned.items() if name not in (*TOKENS, *RECORD, *ALSO, "env_mask")}
+    others = {name: value for name, value in result.items() if name not in (*rollout_keys, "env_mask")}
+    return columns, others
 
 
-def record_of(
-    given: dict[str, Sequence[Any]], args: DiffuGRPOConfig, expected: Expected, device: torch.device
+def make_record(
+    columns: dict[str, Sequence[Any]], args: DiffuGRPOConfig, expected: Expected, device: torch.device
 ) -> RolloutRecord:
-    """The record of the rows, checked: `canvas_ids`, `reveal_steps`, and those of `RECORD` that are given."""
+    """The record of the rows, checked: `canvas_ids`, `reveal_steps`, and those of `RECORD` that `columns` has."""
     beyond_end = ESTIMATORS[args.estimator].replays or LOSS_MASKS[args.scored_tokens].after_the_end
     whole = f"--method {args.method} reads what follows the EOS" if beyond_end else ""
-    shape = len(given["completion_ids"]), int(args.max_completion_length or 0)
+    shape = (len(columns["completion_ids"]), int(args.max_completion_length or 0))
     # A canvas that is cut is filled with EOS, as under the EOS stop.
     record = {"canvas_ids": torch.full(shape, expected.ends[0]), "reveal_steps": torch.full(shape, -1)}
-    record |= {key: torch.zeros(shape) for name, key in RECORD.items() if name in given and name != "steps"}
-    for number, prompt in enumerate(given["prompt_ids"]):
+    for name, key in RECORD.items():
+        if name in columns and name != "steps":
+            record[key] = torch.zeros(shape)
+    for number, prompt in enumerate(columns["prompt_ids"]):
         where = f"rollout_func, row {number}: "
         check_ids(prompt, f"{where}prompt_ids", expected.vocabulary, args.max_prompt_length, "max_prompt_length")
-        row = {name: values[number] for name, values in given.items() if name != "prompt_ids"}
+        row = {name: values[number] for name, values in columns.items() if name != "prompt_ids"}
         if "step_maps" in row:
             steps = check_numbers(row.pop("step_maps"), f"{where}step_maps", len(row["completion_ids"]))
             row["steps"] = reveal_steps(steps.tolist(), expected.schedule(len(prompt)))
         for name, values in check_row(where, row, len(prompt), expected, whole).items():
-            rows = record[KEYS[name]]
+            rows = record[BATCH_KEYS[name]]
             rows[number, : len(values)] = values.to(rows.dtype)
     return cast("RolloutRecord", {name: rows.to(device) for name, rows in record.items()})
 
@@ -124,7 +139,8 @@ class UserRollouts(LocalRollouts):
         """ValueError for a model, by its config, or for settings that no function can serve."""
         require_masks(config, "a rollout_func")
         check_rollout_func(args)
-        self.function, self.rollout_func = function, self.checked_rollout
+        self.function = function
+        self.rollout_func = self.checked_rollout
 
     def connect(self, trainer: DiffuGRPOTrainer) -> None:
         super().connect(trainer)
@@ -133,9 +149,11 @@ class UserRollouts(LocalRollouts):
     def checked_rollout(self, prompts: list, trainer: DiffuGRPOTrainer) -> dict[str, Any]:
         """What TRL expects of a `rollout_func`; the record of the canvases joins the batch. Raises ValueError if the
         function returned something else, or not what the method reads."""
-        started, args = time.perf_counter(), trainer.args
-        returned, others = read_returned(self.function(prompts, trainer), len(prompts), args)
-        config, ends = trainer.model.config, trainer.eos_token_ids
+        start_time = time.perf_counter()
+        args = trainer.args
+        columns, others = split_result(self.function(prompts, trainer), len(prompts), args)
+        config = trainer.model.config
+        ends = trainer.eos_token_ids
         expected = Expected(
             vocabulary(config),
             trainer.mask_token_id,
@@ -145,16 +163,16 @@ class UserRollouts(LocalRollouts):
             by_our_rules=False,
         )
         trainer.rollout_fields = {}
-        trainer.record = record_of(returned, args, expected, trainer.accelerator.device)
+        trainer.record = make_record(columns, args, expected, trainer.accelerator.device)
         completions = completion_ids_of(trainer.record["canvas_ids"], ends)
-        prompt_ids = [token_ids(ids).tolist() for ids in returned["prompt_ids"]]  # arrays of uint16 stay so in TRL
-        trainer.log_rollout(started, trainer.record, {})
-        has_states = "logprobs" in returned and {"steps", "step_maps"} & returned.keys()
+        prompt_ids = [token_ids(ids).tolist() for ids in columns["prompt_ids"]]  # arrays of uint16 stay so in TRL
+        trainer.log_rollout(start_time, trainer.record, {})
+        has_states = "logprobs" in columns and {"steps", "step_maps"} & columns.keys()
         if has_states and not trainer.weights_are_split:
             # A canvas that is cut is left out: its states are not known.
             length = args.max_completion_length
-            whole = [row for row, ids in enumerate(returned["completion_ids"]) if len(ids) == length]
+            whole_rows = [row for row, ids in enumerate(columns["completion_ids"]) if len(ids) == length]
             ids, mask = trainer.left_pad(prompt_ids)
             batch = {"prompt_ids": ids, "prompt_mask": mask, **trainer.record}
-            self.rescoring.check(batch, whole, lambda row: f"rollout_func, row {row}: ", exact=False, certain=True)
+            self.rescoring.check(batch, whole_rows, lambda row: f"rollout_func, row {row}: ", exact=False, certain=True)
         return {"prompt_ids": prompt_ids, "completion_ids": completions, "logprobs": None} | others

@@ -21,7 +21,7 @@ from d1.rl.checks import left_to_right_rows
 from d1.sampling import SamplingSettings, rollout
 from d1.scoring import ESTIMATORS, Randomness, ViewSettings
 from d1.serve.rescoring import STATES, Rescoring, states_of
-from d1.serve.user import READ, RECORD, UserRollouts
+from d1.serve.user import RECORD, ROW_FIELDS, UserRollouts
 from tests.tiny_grpo import clockless, logged, make_method, weights
 
 # An engine does not say how many passes it made, and of how many tokens.
@@ -189,8 +189,8 @@ def test_an_estimators_views_depend_on_what_it_says_alone(name):
         read = {*ESTIMATORS[name].reads(settings)}
         rest = {"reveal_steps": torch.full_like(rows.reveal_steps, -1), "logps": noise[2] * torch.nan}
         rest["entropies"] = rest["logps"]
-        assert rest.keys() == READ.keys()
-        assert {*READ.values()} == {*RECORD}
+        assert rest.keys() == ROW_FIELDS.keys()
+        assert {*ROW_FIELDS.values()} == {*RECORD}
         unknown = {column: value for column, value in rest.items() if column not in read}
 
         def draw(rows, settings=settings):
