@@ -59,49 +59,57 @@ class Sampled:
     generator: Generator
     ends: tuple[int, ...] = ()
     record: dict[str, list[Any]] = field(default_factory=lambda: {name: [] for name in META_LISTS})
-    open: bool = False  # whether a block is open
-    first: int = 0  # the position in the block where the completion begins
-    begun: Any = None  # the generator's state at the start of the block
+    is_open: bool = False  # whether a block is open
+    start: int = 0  # the position in the block where the completion begins
+    generator_state: Any = None  # at the start of the block
     block: Any = None  # (3, block): log-probs, entropies and steps
     passes: int = 0  # of the open block
-    ended: bool = False  # a finished block holds one of `ends`
-    broken: bool = False  # a log-prob or an entropy was not finite
+    has_ended: bool = False  # a finished block holds one of `ends`
+    is_nonfinite: bool = False  # a log-prob or an entropy was not finite
 
     @classmethod
-    def of(
+    def create(
         cls, prompt: int, rid: str, seed: int, ends: Sequence[int], settings: SamplingSettings, device: Any
     ) -> Sampled:
-        inside = prompt % settings.block_length
+        prompt_in_block = prompt % settings.block_length
         generator = keyed_generator(seed, *key_of(rid.partition(".")[0]), device=device)
-        row = Row(0, prompt, inside, settings.schedule(inside), generator, settings=settings)
+        row = Row(0, prompt, prompt_in_block, settings.schedule(prompt_in_block), generator, settings=settings)
         return cls(row, settings, generator, tuple(ends))
 
     def begin(self, block_size: int) -> bool:
         """Begins the next block; if one is open (SGLang has dropped its tokens), begins it again and returns True."""
-        again, row = self.open, self.row
-        if again:
-            row.remaining, row.hidden_count, row.step, row.post_passes = row.size, row.size, 0, 0
-            self.generator.set_state(self.begun)
+        row = self.row
+        is_restart = self.is_open
+        if is_restart:
+            row.remaining = row.size
+            row.hidden_count = row.size
+            row.step = 0
+            row.post_passes = 0
+            self.generator.set_state(self.generator_state)
         else:
             row.open_block()
-            self.open, self.passes, self.begun = True, 0, self.generator.get_state()
-        self.first = row.prompt_in_block if row.block == 0 else 0
+            self.is_open = True
+            self.passes = 0
+            self.generator_state = self.generator.get_state()
+        self.start = row.prompt_in_block if row.block == 0 else 0
         self.block = torch.zeros(3, block_size, device=self.generator.device)
-        return again
+        return is_restart
 
     def close(self, ids: Sequence[int], values: Sequence[Sequence[float]]) -> None:
         """Adds the block's `ids` and (log-probs, entropies, steps) to the record."""
-        own = slice(self.first, self.first + self.row.size)
-        logps, entropies, steps = (of[own] for of in values)
-        entries = [[logp, token, None] for logp, token in zip(logps, ids[own], strict=True)]
-        passes = [self.passes] + [0] * (self.row.size - 1)
-        new: tuple[list[Any], ...] = (entries, [*entropies], [*map(int, steps)], passes)
-        for name, values_of_block in zip(META_LISTS, new, strict=True):
-            self.record[name].extend(values_of_block)
-        self.open, self.ended = False, any(token in self.ends for token in ids[own])
+        completion = slice(self.start, self.start + self.row.size)
+        completion_ids = ids[completion]
+        logps, entropies, steps = (column[completion] for column in values)
+        entries = [[logp, token, None] for logp, token in zip(logps, completion_ids, strict=True)]
+        self.record["output_token_logprobs"].extend(entries)
+        self.record["output_token_entropies"].extend(entropies)
+        self.record["step_maps"].extend(map(int, steps))
+        self.record["forward_passes"].extend([self.passes] + [0] * (self.row.size - 1))
+        self.is_open = False
+        self.has_ended = any(token in self.ends for token in completion_ids)
 
 
-def pass_of(ids: Tensor, logits: Tensor, sampled: Sequence[Sampled], mask_token_id: int) -> list[bool]:
+def write_tokens(ids: Tensor, logits: Tensor, sampled: Sequence[Sampled], mask_token_id: int) -> list[bool]:
     """Write what one forward pass reveals or edits into the blocks of rows, as `Sampler.step` does.
 
     Args:
@@ -111,78 +119,99 @@ def pass_of(ids: Tensor, logits: Tensor, sampled: Sequence[Sampled], mask_token_
     Returns:
         Whether each row's pass wrote nothing, so that the engine's keys and values are those of the final tokens.
     """
-    settings, rows = sampled[0].settings, [one.row for one in sampled]
-    position = torch.arange(ids.shape[1], device=ids.device)
-    firsts = torch.tensor([one.first for one in sampled], device=ids.device).unsqueeze(1)
+    settings = sampled[0].settings
+    rows = [completion.row for completion in sampled]
+    generators = [completion.generator for completion in sampled]
+
+    # positions (rows, n): those in the block that this pass may write, left to right; short rows are padded.
+    column = torch.arange(ids.shape[1], device=ids.device)
+    starts = torch.tensor([completion.start for completion in sampled], device=ids.device).unsqueeze(1)
     sizes = torch.tensor([row.size for row in rows], device=ids.device).unsqueeze(1)
-    inside = (position >= firsts) & (position < firsts + sizes)
-    hidden = (ids == mask_token_id) & inside
-    asked = hidden if settings.edits is None else inside
-    left = [row.remaining for row in rows]
-    # within (rows, n): positions in the block that this pass may write, left to right; short rows are padded.
-    within = asked.logical_not().byte().argsort(dim=1, stable=True)[:, : max(left)]
-    still, before = hidden.gather(1, within), ids.gather(1, within).long()
-    # due (rows,): tokens to reveal in this step, so that the later steps of the schedule get theirs.
-    due = (still.sum(1) - torch.tensor([row.scheduled_later for row in rows], device=ids.device)).clamp(min=1)
-    own = logits.gather(1, within.unsqueeze(-1).expand(-1, -1, logits.shape[-1])).float()
-    generators = [one.generator for one in sampled]
-    new, logps, entropies, record_logps = predict_from(own, left, settings, mask_token_id, generators)
-    chosen = select_confident(settings, logps, entropies, still, due, left, generators)
+    in_completion = (column >= starts) & (column < starts + sizes)
+    block_hidden = (ids == mask_token_id) & in_completion
+    is_target = block_hidden if settings.edits is None else in_completion
+    counts = [row.remaining for row in rows]
+    positions = is_target.logical_not().byte().argsort(dim=1, stable=True)[:, : max(counts)]
+
+    # Predict and choose. due (rows,): tokens to reveal in this step, so that the later steps of the schedule get
+    # theirs.
+    hidden = block_hidden.gather(1, positions)
+    old_ids = ids.gather(1, positions).long()
+    due = (hidden.sum(1) - torch.tensor([row.scheduled_later for row in rows], device=ids.device)).clamp(min=1)
+    target_logits = logits.gather(1, positions.unsqueeze(-1).expand(-1, -1, logits.shape[-1])).float()
+    new_ids, logps, entropies, record_logps = predict_from(target_logits, counts, settings, mask_token_id, generators)
+    chosen = select_confident(settings, logps, entropies, hidden, due, counts, generators)
     edited = torch.zeros_like(chosen)
     if settings.edits is not None:  # a visible token is replaced if another one is probable enough
-        edited = asked.gather(1, within) & ~still & (new != before) & (logps.exp() > settings.edits)
+        is_probable = logps.exp() > settings.edits
+        edited = is_target.gather(1, positions) & ~hidden & (new_ids != old_ids) & is_probable
         chosen = chosen | edited
-    ids.scatter_(1, within, torch.where(chosen, new, before).to(ids.dtype))
-    wrong = chosen & ~(record_logps + entropies).isfinite()
+
+    # Write.
+    ids.scatter_(1, positions, torch.where(chosen, new_ids, old_ids).to(ids.dtype))
+    nonfinite = chosen & ~(record_logps + entropies).isfinite()
     # One transfer to the host for all counts of the pass.
-    counts = [still.sum(1) - (still & chosen).sum(1), edited.sum(1), chosen.sum(1), wrong.sum(1)]
-    counted = torch.stack(counts, dim=1).tolist()
-    for number, (one, (hides, edits, _, wrongs)) in enumerate(zip(sampled, counted, strict=True)):
-        row, one.broken = one.row, one.broken or wrongs > 0
-        row.remaining = hides
+    still_hidden = hidden.sum(1) - (hidden & chosen).sum(1)
+    row_counts = torch.stack([still_hidden, edited.sum(1), chosen.sum(1), nonfinite.sum(1)], dim=1).tolist()
+    for number, completion in enumerate(sampled):
+        hidden_count, edit_count, _, nonfinite_count = row_counts[number]
+        if nonfinite_count > 0:
+            completion.is_nonfinite = True
+        row = completion.row
+        row.remaining = hidden_count
         if settings.edits is not None:
-            row.remaining = remaining_after_edits(row, hides, edits, settings.post_steps)
+            row.remaining = remaining_after_edits(row, hidden_count, edit_count, settings.post_steps)
         row.step += 1
         # The last write of a position counts.
-        now = torch.stack([record_logps[number], entropies[number], torch.full_like(record_logps[number], row.step)])
-        at = within[number]
-        one.block[:, at] = torch.where(chosen[number], now, one.block[:, at])
-    return [writes == 0 for _, _, writes, _ in counted]
+        steps = torch.full_like(record_logps[number], row.step)
+        values = torch.stack([record_logps[number], entropies[number], steps])
+        written = positions[number]
+        completion.block[:, written] = torch.where(chosen[number], values, completion.block[:, written])
+    return [write_count == 0 for _, _, write_count, _ in row_counts]
 
 
-def step_of(ids: Tensor, logits: Tensor, sampled: Sequence[Sampled | None], mask_token_id: int) -> list[bool]:
+def step_blocks(ids: Tensor, logits: Tensor, sampled: Sequence[Sampled | None], mask_token_id: int) -> list[bool]:
     """One forward pass of the engine over blocks; None for a row whose block holds only tokens of the prompt.
 
     Returns:
         Which blocks are finished: their tokens were final before the pass. Their record is complete.
     """
-    done = [True] * len(sampled)
-    alike: dict[SamplingSettings, list[int]] = {}
-    for number, one in enumerate(sampled):
-        if one is not None:
-            one.passes += 1
-        if one is not None and one.row.remaining:
-            alike.setdefault(one.settings, []).append(number)
+    is_finished = [True] * len(sampled)
+    groups: dict[SamplingSettings, list[tuple[int, Sampled]]] = {}
+    for number, completion in enumerate(sampled):
+        if completion is None:
+            continue
+        completion.passes += 1
+        if completion.row.remaining:
+            groups.setdefault(completion.settings, []).append((number, completion))
+
     # Rows with equal settings share the arithmetic, a bounded number of logits at a time.
     elements = CHUNK_ELEMENTS // 2 * chunk_factor(logits.device)
-    at_once = max(1, elements // logits.shape[1:].numel())
-    for alike_rows in alike.values():
-        for start in range(0, len(alike_rows), at_once):
-            numbers = alike_rows[start : start + at_once]
-            some, rows = ids[numbers], [one for number in numbers if (one := sampled[number]) is not None]
-            unchanged = pass_of(some, logits[numbers], rows, mask_token_id)
-            ids[numbers] = some
-            for number, one, same in zip(numbers, rows, unchanged, strict=True):
-                done[number] = same and one.row.remaining == 0
-    return done
+    max_rows = max(1, elements // logits.shape[1:].numel())
+    for group in groups.values():
+        for start in range(0, len(group), max_rows):
+            chunk = group[start : start + max_rows]
+            numbers = [number for number, _ in chunk]
+            chunk_ids = ids[numbers]
+            is_unchanged = write_tokens(
+                chunk_ids, logits[numbers], [completion for _, completion in chunk], mask_token_id
+            )
+            ids[numbers] = chunk_ids
+            for index, (number, completion) in enumerate(chunk):
+                is_finished[number] = is_unchanged[index] and completion.row.remaining == 0
+    return is_finished
 
 
-def finish(ids: Tensor, closing: Sequence[tuple[int, Sampled]]) -> None:
+def record_blocks(ids: Tensor, finished: Sequence[tuple[int, Sampled]]) -> None:
     """Records the finished blocks of these rows of `ids`."""
-    if closing:
-        blocks = [torch.cat([one.block.double(), ids[number].double().unsqueeze(0)]) for number, one in closing]
-        for (_, one), (*values, tokens) in zip(closing, torch.stack(blocks).tolist(), strict=True):
-            one.close([*map(int, tokens)], values)
+    if not finished:
+        return
+    blocks = []
+    for number, completion in finished:
+        blocks.append(torch.cat([completion.block.double(), ids[number].double().unsqueeze(0)]))
+    rows = torch.stack(blocks).tolist()  # one transfer to the host
+    for (_, completion), (logps, entropies, steps, block_ids) in zip(finished, rows, strict=True):
+        completion.close([*map(int, block_ids)], [logps, entropies, steps])
 
 
 # --- The plugin -------------------------------------------------------------------------------------------------------
@@ -194,15 +223,18 @@ def settings_of(params: Any, block_size: int) -> SamplingSettings:
     Raises:
         ValueError: they make no sense, or the engine does not do what they ask for.
     """
-    length, given = params.max_new_tokens, (params.custom_params or {}).get("settings")
-    if given is None:
-        given = {"block_length": block_size, "steps": length}
+    length = params.max_new_tokens
+    values = (params.custom_params or {}).get("settings")
+    if values is None:
+        values = {"block_length": block_size, "steps": length}
         if params.top_k != 1:  # which SGLang writes for temperature 0
-            top_k = 0 if params.top_k == ANY_TOP_K else params.top_k
-            given |= {"temperature": params.temperature, "top_k": top_k, "top_p": params.top_p}
-    if unknown := given.keys() - NAMES:
+            values["temperature"] = params.temperature
+            values["top_k"] = 0 if params.top_k == ANY_TOP_K else params.top_k
+            values["top_p"] = params.top_p
+    unknown = values.keys() - NAMES
+    if unknown:
         raise ValueError(f"{min(unknown)} is no setting of a sampler: known are {', '.join(sorted(NAMES))}")
-    settings = SamplingSettings(**{**given, "gen_length": length})
+    settings = SamplingSettings(**{**values, "gen_length": length})
     if settings.block_length != block_size:
         raise ValueError(f"block_length must be {block_size}, not {settings.block_length}: it is that of the model")
     if settings.cfg_scale > 0 or settings.cache is not None:
@@ -212,17 +244,20 @@ def settings_of(params: Any, block_size: int) -> SamplingSettings:
 
 def register() -> None:
     """Add the algorithm to SGLang, which calls this function in each of its processes."""
-    if (found := version("sglang")) != VERSION:
-        logger.warning("the algorithm %s of d1 is left out of sglang %s: it goes with %s alone", NAME, found, VERSION)
+    installed = version("sglang")
+    if installed != VERSION:
+        logger.warning(
+            "the algorithm %s of d1 is left out of sglang %s: it goes with %s alone", NAME, installed, VERSION
+        )
         return
     from sglang.srt.dllm.algorithm import algo_name_to_cls
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     read_configs()
-    algo_name_to_cls[NAME] = algorithm()
+    algo_name_to_cls[NAME] = algorithm_class()
     worker = "sglang.srt.managers.tp_worker.TpModelWorker._forward_batch_generation_dllm"
-    HookRegistry.register(worker, give_requests, HookType.BEFORE)
-    HookRegistry.register("sglang.srt.dllm.config.DllmConfig.from_server_args", own_sizes, HookType.AFTER)
+    HookRegistry.register(worker, pass_requests, HookType.BEFORE)
+    HookRegistry.register("sglang.srt.dllm.config.DllmConfig.from_server_args", set_model_sizes, HookType.AFTER)
 
 
 class SDARConfig(PretrainedConfig):
@@ -247,23 +282,23 @@ def read_configs() -> None:
             AutoConfig.register(config.model_type, config)
 
 
-def give_requests(worker: Any, forward_batch: Any, batch: Any = None) -> None:
+def pass_requests(worker: Any, forward_batch: Any, batch: Any = None) -> None:
     """Before a forward pass: shows the algorithm the requests of its batch."""
     worker.dllm_algorithm.requests = [] if batch is None else batch.reqs
 
 
-def own_sizes(config: Any, server_args: Any) -> None:
+def set_model_sizes(config: Any, server_args: Any) -> None:
     """After SGLang has made a config with its own constants: takes the model's mask token and block size from the
     model's `config.json`, where it has them. DiffusionGemma has no mask token."""
     if config is None or config.mask_id < 0:
         return
-    model, _ = PretrainedConfig.get_config_dict(server_args.model_path)
-    config.mask_id = model.get("mask_token_id") or config.mask_id
+    model_config, _ = PretrainedConfig.get_config_dict(server_args.model_path)
+    config.mask_id = model_config.get("mask_token_id") or config.mask_id
     if "block_size" not in config.algorithm_config:
-        config.block_size = model.get("block_size") or config.block_size
+        config.block_size = model_config.get("block_size") or config.block_size
 
 
-def algorithm() -> type:
+def algorithm_class() -> type:
     """The class that SGLang runs; it lies in a function because its base is SGLang's."""
     from sglang.srt.dllm.algorithm.base import DllmAlgorithm
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
@@ -273,10 +308,11 @@ def algorithm() -> type:
 
         @classmethod
         def validate_request(cls, request: Any) -> str | None:
-            config, params = request.dllm_config, request.sampling_params
-            asked = (params.custom_params or {}).get("mask_token_id", config.mask_id)
-            if asked != config.mask_id:
-                return f"this server hides tokens by {config.mask_id}, and the request by {asked}"
+            config = request.dllm_config
+            params = request.sampling_params
+            mask_token_id = (params.custom_params or {}).get("mask_token_id", config.mask_id)
+            if mask_token_id != config.mask_id:
+                return f"this server hides tokens by {config.mask_id}, and the request by {mask_token_id}"
             if params.max_new_tokens == 0:  # for `n` above 1, SGLang caches the prompt first
                 return None
             try:
@@ -294,39 +330,53 @@ def algorithm() -> type:
         def step(self, forward_batch: Any, full_logits: Tensor, states: list[Any]) -> list[bool]:
             ids = forward_batch.input_ids.view(-1, self.block_size)
             logits = full_logits.view(len(ids), self.block_size, -1)
-            at_work = [self.at_work(*pair, ids.device) for pair in zip(self.requests, states, strict=True)]
-            for number, (one, state) in enumerate(zip(at_work, states, strict=True)):
-                if one is not None and state.begins:
+            completions = []
+            for request, state in zip(self.requests, states, strict=True):
+                completions.append(self.completion_of(request, state, ids.device))
+            for number, (completion, state) in enumerate(zip(completions, states, strict=True)):
+                if completion is not None and state.begins:
                     state.begins = False
-                    if one.begin(self.block_size):
-                        ids[number, one.first : one.first + one.row.size] = self.mask_id
-            done = step_of(ids, logits, at_work, self.mask_id)
-            closing = [(number, one) for number, one in enumerate(at_work) if one is not None and done[number]]
-            finish(ids, closing)
-            for number, one in closing:
-                states[number].finished, request = True, self.requests[number]
-                if one.broken:
-                    request.to_finish = FINISH_ABORT(NOT_FINITE, HTTPStatus.INTERNAL_SERVER_ERROR, "NotFiniteError")
-                if one.ended:  # SGLang ends a request at its length
-                    request.sampling_params.max_new_tokens = len(request.output_ids) + one.row.size
-            return done
+                    is_restart = completion.begin(self.block_size)
+                    if is_restart:
+                        start = completion.start
+                        ids[number, start : start + completion.row.size] = self.mask_id
 
-        def at_work(self, request: Any, state: Any, device: Any) -> Sampled | None:
+            is_finished = step_blocks(ids, logits, completions, self.mask_id)
+            finished = []
+            for number, completion in enumerate(completions):
+                if completion is not None and is_finished[number]:
+                    finished.append((number, completion))
+            record_blocks(ids, finished)
+            for number, completion in finished:
+                states[number].is_finished = True
+                request = self.requests[number]
+                if completion.is_nonfinite:
+                    request.to_finish = FINISH_ABORT(NOT_FINITE, HTTPStatus.INTERNAL_SERVER_ERROR, "NotFiniteError")
+                if completion.has_ended:  # SGLang ends a request at its length
+                    request.sampling_params.max_new_tokens = len(request.output_ids) + completion.row.size
+            return is_finished
+
+        def completion_of(self, request: Any, state: Any, device: Any) -> Sampled | None:
             """What is sampled in the request's block; None if the block has no masks, or was finished before."""
-            known = len(request.origin_input_ids) + len(request.output_ids)
-            nothing = not request.sampling_params.max_new_tokens or request.dllm_block_offset + self.block_size <= known
-            if state.finished or nothing:
+            params = request.sampling_params
+            visible_tokens = len(request.origin_input_ids) + len(request.output_ids)
+            has_masks = params.max_new_tokens and request.dllm_block_offset + self.block_size > visible_tokens
+            if state.is_finished or not has_masks:
                 return None
             if not hasattr(request, "d1_sampled"):
-                params = request.sampling_params
                 custom = params.custom_params or {}
-                settings = settings_of(params, self.block_size)
-                seed = custom.get("seed", params.sampling_seed or 0)
-                asked = request.rid, seed, custom.get("eos_stop", ()), settings, device
-                request.d1_sampled = Sampled.of(len(request.origin_input_ids), *asked)
+                request.d1_sampled = Sampled.create(
+                    prompt=len(request.origin_input_ids),
+                    rid=request.rid,
+                    seed=custom.get("seed", params.sampling_seed or 0),
+                    ends=custom.get("eos_stop", ()),
+                    settings=settings_of(params, self.block_size),
+                    device=device,
+                )
                 request.customized_info = request.d1_sampled.record
             if request.retraction_count != state.retractions:
-                state.begins, state.retractions = True, request.retraction_count
+                state.begins = True
+                state.retractions = request.retraction_count
             return request.d1_sampled
 
     return D1
@@ -337,5 +387,5 @@ class Block:
     """What SGLang carries along with a block."""
 
     begins: bool = True
-    finished: bool = False
+    is_finished: bool = False
     retractions: int = 0

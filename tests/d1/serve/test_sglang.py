@@ -18,7 +18,7 @@ from d1.models import load_model
 from d1.models.convert import write_weights
 from d1.sampling import SamplingSettings, rollout
 from d1.serve.client import Prompts, RolloutServer, Weights, convert_sglang_answer, reveal_steps
-from d1.serve.sglang import ANY_TOP_K, VERSION, Sampled, finish, settings_of, step_of
+from d1.serve.sglang import ANY_TOP_K, VERSION, Sampled, record_blocks, settings_of, step_blocks
 from d1.transformers_bridge import stored_weights
 from tests.commands import ROOT
 from tests.d1.conftest import MASK
@@ -57,9 +57,11 @@ def engine(model, rows, ends=(), retract=()):
     """What SGLang does: passes over one block per row, all of its tokens in all of its passes, until each row's block
     is finished. Rows whose numbers are in `retract` lose the tokens of their second block once, after two passes."""
     texts = [[*prompt] for prompt, _, _ in rows]
-    sampled = [Sampled.of(len(prompt), f"{rid}.a", SEED, ends, settings, "cpu") for prompt, settings, rid in rows]
+    sampled = [Sampled.create(len(prompt), f"{rid}.a", SEED, ends, settings, "cpu") for prompt, settings, rid in rows]
     blocks, passes = {}, dict.fromkeys(range(len(rows)), 0)
-    while live := [n for n, one in enumerate(sampled) if not one.ended and (one.open or not one.row.is_complete)]:
+    while live := [
+        n for n, one in enumerate(sampled) if not one.has_ended and (one.is_open or not one.row.is_complete)
+    ]:
         for number in live:
             if number not in blocks:
                 start = len(texts[number]) // BLOCK * BLOCK
@@ -76,11 +78,11 @@ def engine(model, rows, ends=(), retract=()):
         for number in live:
             text = torch.tensor([texts[number][: len(texts[number]) // BLOCK * BLOCK] + blocks[number].tolist()])
             logits.append(model(input_ids=text, attention_mask=torch.ones_like(text)).logits[0, -BLOCK:])
-        done = step_of(ids, torch.stack(logits), [sampled[number] for number in live], MASK)
+        done = step_blocks(ids, torch.stack(logits), [sampled[number] for number in live], MASK)
         for place, number in enumerate(live):
             blocks[number] = ids[place]
         closing = [(place, sampled[number]) for place, number in enumerate(live) if done[place]]
-        finish(ids, closing)
+        record_blocks(ids, closing)
         for place, _ in closing:
             number = live[place]
             texts[number] = texts[number][: len(texts[number]) // BLOCK * BLOCK] + blocks.pop(number).tolist()
@@ -92,7 +94,7 @@ def test_a_row_whose_logits_are_not_finite_is_marked(kind_dirs):
     model = load_model(kind_dirs["sdar"]).eval()
     model.model.embed_tokens.weight.data[11] = torch.nan  # a token of the second prompt
     _, sampled, _ = engine(model, rows_of({}))
-    assert [one.broken for one in sampled] == [False, True, False]
+    assert [one.is_nonfinite for one in sampled] == [False, True, False]
 
 
 def rows_of(chosen):
@@ -142,7 +144,7 @@ def test_a_row_ends_after_the_block_that_holds_an_end(model):
     whole = [expected(model, row).ids[0].tolist() for row in rows]
     ends = (whole[0][len(PROMPTS[0]) + 1],)
     texts, sampled, _ = engine(model, rows, ends)
-    assert sampled[0].ended
+    assert sampled[0].has_ended
     assert texts[0] == whole[0][: len(texts[0])]
     assert len(texts[0]) == 8
     assert expected(model, rows[0], ends).ids[0, : len(texts[0])].tolist() == texts[0]
