@@ -66,8 +66,9 @@ def check_row(
     Raises:
         ValueError: a token, step, log-probability or entropy that no sampler with the `expected` settings gives.
     """
-    length, limit = expected.settings.gen_length, "max_completion_length"
-    canvas = check_ids(row["completion_ids"], f"{where}completion_ids", expected.vocabulary, length, limit)
+    length = expected.settings.gen_length
+    name = f"{where}completion_ids"
+    canvas = check_ids(row["completion_ids"], name, expected.vocabulary, length, "max_completion_length")
     is_end = torch.isin(canvas, torch.tensor([*expected.ends], dtype=torch.long))
     if (canvas == expected.mask_token_id).any():
         raise ValueError(f"{where}completion_ids hold the mask token, {expected.mask_token_id}: fill the canvas")
@@ -209,7 +210,7 @@ def make_request(
             body["padded_to"] = prompts.ids.shape[1]
         return body
 
-    # SGLang, which refuses an `rid` that rows of an earlier, failed request still have. The plugin reads it up to the
+    # SGLang. It refuses an `rid` that rows of an earlier, failed request still have; the plugin reads it up to the
     # point.
     params["temperature"] = prompts.settings.temperature
     params["custom_params"] = {"settings": settings, "seed": seed, "eos_stop": ends, "mask_token_id": mask_token_id}
@@ -315,7 +316,7 @@ class RolloutServer:
         self.lock = threading.Lock()  # one thread at a time talks about weights
 
     @property
-    def batches_alone(self) -> bool:
+    def has_own_batches(self) -> bool:
         """Whether the rows of a request are a batch of their own."""
         return self.dtype == "float32" if self.own_batch is None else self.own_batch
 
@@ -404,12 +405,12 @@ class RolloutServer:
     def sample(self, prompts: Prompts, weights: Weights) -> Rollout:
         """`rollout` of the prompts by the server, with these weights and no others."""
         texts = [ids[mask.bool()].tolist() for ids, mask in zip(prompts.ids.cpu(), prompts.mask.cpu(), strict=True)]
-        body = make_request(prompts, texts, self.mask_token_id, self.batches_alone)
+        body = make_request(prompts, texts, self.mask_token_id, self.has_own_batches)
         rids = body["rid"]
         answers = self.ask("POST", "/generate", body)
         if not isinstance(answers, list) or len(answers) != len(texts):
-            answer = f"{len(answers)} rows" if isinstance(answers, list) else type(answers).__name__
-            raise ValueError(f"{self.url} answered {len(texts)} prompts with {answer}: expected a list of one row each")
+            actual = f"{len(answers)} rows" if isinstance(answers, list) else type(answers).__name__
+            raise ValueError(f"{self.url} answered {len(texts)} prompts with {actual}: expected a list of one row each")
 
         # Each answer is of the right row, and all are of the right weights.
         labels = [f"{self.url}, row {number} (id {rid}): " for number, rid in enumerate(rids)]

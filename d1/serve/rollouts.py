@@ -192,7 +192,7 @@ class PolicyServers:
         # The rows of each request
         size = self.size or -(-sum(len(prompts.keys) for prompts in all_prompts) // len(self.servers))
         batches = all_prompts
-        if not any(server.batches_alone for server in self.servers):
+        if not any(server.has_own_batches for server in self.servers):
             batches = [Prompts.join(all_prompts)]
         parts: list[Part] = [(part, Future()) for prompts in batches for part in prompts.split(size)]
         futures = [future for _, future in parts]

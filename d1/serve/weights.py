@@ -137,7 +137,7 @@ class WeightsFolder:
         is_engine = [server.folders is None for server in loading_servers]
         has_adapter = hasattr(model, "peft_config")
         merges_adapter = has_adapter and any(is_engine)
-        changes_only = merges_adapter and all(is_engine)
+        sends_changes_only = merges_adapter and all(is_engine)
         split_weights = weights if isinstance(weights, WholeWeights) and weights.is_split else None
         if merges_adapter and split_weights:
             raise ValueError(
@@ -165,11 +165,11 @@ class WeightsFolder:
             self.path = folder_with_room(self.output_dir, folders, size) / f"d1-weights-{digest}{self.suffix}"
 
         # Remove the earlier version, but not the weights that no version changes.
-        if not (changes_only and self.frozen):
+        if not (sends_changes_only and self.frozen):
             shutil.rmtree(self.path, ignore_errors=True)
             self.path.mkdir(mode=0o700)  # fails if it is someone else's
             self.frozen = None
-            if changes_only:
+            if sends_changes_only:
                 self.frozen = self.path / FROZEN
                 write_weights(model, self.frozen, learnt=False)
         for folder in self.path.iterdir():
@@ -181,7 +181,7 @@ class WeightsFolder:
         if isinstance(weights, Path):
             shutil.copytree(weights, folder)
         elif sends_all:
-            write_weights(model, folder, learnt=True if changes_only else None, weights=split_weights)
+            write_weights(model, folder, learnt=True if sends_changes_only else None, weights=split_weights)
         else:
             state_dict: dict[str, Tensor] | None = None
             if split_weights is not None:
