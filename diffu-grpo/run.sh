@@ -5,10 +5,12 @@
 # Another method, from d1/rl/methods/ or a file of yours, with its own mu, learning rate and completions per prompt:
 #   METHOD=espo DATASET=sudoku bash run.sh
 # The pocket model, on any machine:
-#   CONFIG=pocket.yaml bash run.sh
+#   CONFIG=pocket.yaml bash run.sh    # with METHOD, GPUS and PYTHON alone; other settings as flags
 # Settings come from environment variables, with d1's values as defaults; arguments are forwarded to
 # diffu_grpo_train.py. ACCELERATE_CONFIG names another launch configuration, such as ../launch/zero3.yaml.
 # The number of completions per optimizer step (COMPLETIONS, d1: 96) does not depend on the number of GPUs.
+# Also: PER_DEVICE (6), TEMPERATURE, GPUS (all visible), OUTPUT_DIR (../runs/RUN_NAME), RUN_NAME, RUN_PREFIX,
+# PORT (12346), PYTHON; and on several nodes NODES, NODE_RANK and MAIN_IP.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
@@ -27,6 +29,13 @@ fi
 METHOD=${METHOD:-d1}
 
 if [ -n "${CONFIG:-}" ]; then # a complete yaml, such as pocket.yaml, whose batch is for one process
+    for name in DATASET MODEL_PATH OUTPUT_DIR RUN_NAME NUM_ITER TEMPERATURE PER_DEVICE COMPLETIONS; do
+        if [ -n "${!name:-}" ]; then
+            echo "run.sh: $name is not read with CONFIG: give the flag instead, such as --dataset, --model_path," \
+                "--output_dir, --num_iterations" >&2
+            exit 1
+        fi
+    done
     exec "$PYTHON" -m accelerate.commands.launch --quiet --num_processes "${GPUS:-1}" --num_machines 1 \
         --mixed_precision no --dynamo_backend no diffu_grpo_train.py --config "$CONFIG" "$@"
 fi

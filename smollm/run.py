@@ -49,7 +49,8 @@ def make_parser() -> argparse.ArgumentParser:
 def tokens_of(problems: Problems, limit: int) -> dict[str, int]:
     """The tokens of each stage in forward passes; a backward pass counts as two.
 
-    SFT trains on a row and its noised answer, without padding; RL on the row and a noised canvas. Rollouts and
+    SFT trains on a row and its noised answer, without padding; RL on the row and a noised canvas, whose old log-probs
+    each update has. Rollouts and
     evaluations keep the text before a block in a cache and write one token per pass, each of which computes a block.
     """
     row = problems.prompt + 2 * problems.answer
@@ -58,7 +59,7 @@ def tokens_of(problems: Problems, limit: int) -> dict[str, int]:
     as_released = problems.prompt + problems.completion  # blocks of one token
     return {
         "sft": 3 * EPOCHS * problems.rows * row,
-        "rl": ROLLOUTS * COMPLETIONS * (written + scored + 3 * UPDATES * scored),
+        "rl": ROLLOUTS * COMPLETIONS * (written + 4 * UPDATES * scored),
         "evaluated": limit * (as_released + 2 * written),
     }
 

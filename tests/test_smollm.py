@@ -244,7 +244,7 @@ def test_hours_are_the_operations_divided_by_a_share_of_the_measured_speed(monke
     monkeypatch.setattr(smollm_run, "speed_of_products", lambda: 1e12)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     tokens = {"sft": 2 * 8737 * 126 * 3, "evaluated": 500 * (80 + 48) + 2 * 500 * (80 + 48 * 8)}
-    tokens["rl"] = 6400 * (80 + 48 * 8) + 6400 * 176 * (1 + 2 * 3)
+    tokens["rl"] = 6400 * (80 + 48 * 8) + 6400 * 176 * 2 * (1 + 3)
     expected = {stage: count * 2 * 134_515_584 / (0.6e12 * 3600) for stage, count in tokens.items()}
     assert smollm_run.hours_of(problems_of("svamp"), 500) == pytest.approx(expected)
 

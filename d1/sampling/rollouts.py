@@ -78,7 +78,8 @@ def rollout_steps(
             blocks are filled with the first id. With a causal context, a row's block already ends once nothing before
             its EOS is hidden. No token up to a row's first EOS changes. Random draws then need one generator per row,
             as with a parallel sampler.
-        stops: with the EOS stop, another end: it is asked about the finished blocks of a row, on the host.
+        stops: with the EOS stop, another end: it is asked about the finished blocks of a row, on the host. Without
+            `eos_token_ids`, all blocks are sampled, and it is not asked.
         cache_rows: of each row, the keys and values of an earlier text that begins its prompt: an exact cache reads
             them, and replaces them by its own when the row ends.
         start: canvases to continue from. A run that continues an earlier one with the same generators, and in the same
@@ -101,8 +102,6 @@ def rollout_steps(
     # Refuse what makes no sense at the call, not at the first step.
     if not len(prompt_ids):
         raise ValueError("there is no row to sample")
-    if stops is not None and not eos_token_ids:
-        raise ValueError("stops needs eos_token_ids: their first id fills the blocks after a stop")
     settings = settings.for_model(model.config)
     check_generator(settings, generator, len(prompt_ids), eos_token_ids)
     check_sampler(settings, model.config, other_blocks)

@@ -471,7 +471,10 @@ class ModelFlags:
     )
     checkpoint_path: str | None = setting(None, "LoRA adapter to put on the model")
     dtype: str | None = setting(
-        None, "data type of the weights (default: bfloat16 on a GPU, float32 on a CPU)", choices=DTYPES
+        None,
+        "data type of the weights (default: bfloat16 on a GPU, float32 on a CPU; eval: bfloat16 also on a CPU with "
+        "fast bf16)",
+        choices=DTYPES,
     )
     attn_implementation: str | None = setting(None, "sdpa, eager or flash_attention_2")
     compile: str = setting("none", COMPILE_HELP, choices=COMPILE)

@@ -321,8 +321,6 @@ class Stream:
         if settings.draws and request.generator is None:
             number = request.number
             raise ValueError(f"prompt {number} of the stream has no generator, but its settings draw numbers")
-        if request.stops is not None and not request.eos_token_ids:
-            raise ValueError(f"prompt {request.number} of the stream has stops, which need eos_token_ids")
         if settings.first_token is not None and not request.ids:
             raise ValueError(f"prompt {request.number} of the stream is empty: a causal context needs a token")
 

@@ -631,6 +631,14 @@ def test_what_the_environment_says_overrides_its_method(tmp_path):
     assert (args.estimator, args.num_iterations, args.learning_rate, args.num_generations) == ("coupled", 2, 3e-4, 8)
 
 
+@pytest.mark.parametrize("name", ["DATASET", "MODEL_PATH", "OUTPUT_DIR", "NUM_ITER", "COMPLETIONS"])
+def test_a_variable_that_a_config_leaves_unread_is_refused(name):
+    environment = {"PATH": "/usr/bin:/bin", "CONFIG": "pocket.yaml", name: "1"}
+    done = subprocess.run(["bash", "run.sh"], cwd=STAGE, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert f"run.sh: {name} is not read with CONFIG: give the flag instead" in done.stderr
+
+
 def test_without_a_method_all_is_d1s(tmp_path):
     args = settings_of("run.sh", tmp_path)
     expected = {"method": "d1", "run_name": "gsm8k_LLaDA-8B-Instruct_mu12", "objective": "trl", "estimator": "one_step"}

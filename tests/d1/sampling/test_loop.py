@@ -355,7 +355,6 @@ def test_a_model_that_was_not_prepared_is_refused_before_its_first_pass(sample):
         ({"generator": [keyed_generator(0)]}, "one generator per row"),
         ({"temperature": 1.0, "sampler": "parallel", "generator": keyed_generator(0)}, "a list of generators, one per"),
         ({"remasking": "random", "eos_token_ids": [2]}, "a list of generators, one per row"),
-        ({"stops": lambda ids: True}, "stops needs eos_token_ids"),
     ],
 )
 def test_bad_arguments_are_refused_before_the_first_forward_pass(change, message):
