@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from d1.rl.batch import strip_padding
 from d1.rl.sources import RolloutRequest
+from d1.runs.cli import raise_together
 from d1.sampling import Rollout
 from d1.serve.client import Prompts, Weights
 from d1.serve.rollouts import PolicyServers, ServedRollout, ServerRollouts
@@ -161,8 +162,11 @@ class PrefetchedRollouts(ServerRollouts):
         first = trainer.first_row(rows)
         local = slice(first, first + rows)
         requested_ids = strip_padding(request.prompt_ids, request.prompt_mask)
-        if strip_padding(prompts.ids[local], prompts.mask[local]) != requested_ids:
-            raise ValueError("rollout_staleness: the training rows came in another order than the trainer's sampler's")
+        with raise_together():
+            if strip_padding(prompts.ids[local], prompts.mask[local]) != requested_ids:
+                raise ValueError(
+                    "rollout_staleness: the training rows came in another order than the trainer's sampler's"
+                )
 
         trainer.log_metric("sampling/staleness", number - self.prefetch.weights_number(number))
         trainer.log_metric("sampling/staleness_steps", self.prefetch.stale_steps)

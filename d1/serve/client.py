@@ -218,9 +218,11 @@ def make_request(
     return {"input_ids": [*texts], "rid": [f"{rid}.{suffix}" for rid in rids], "sampling_params": params}
 
 
-def convert_sglang_answer(row: dict[str, Any], settings: SamplingSettings, ends: Sequence[int]) -> dict[str, Any]:
+def convert_sglang_answer(
+    where: str, row: dict[str, Any], settings: SamplingSettings, ends: Sequence[int]
+) -> dict[str, Any]:
     """An answer of SGLang in the form of `d1 serve`: with the tokens after the EOS stop, and the sums of passes and of
-    their tokens."""
+    their tokens. For `explain_errors`, which names `where` it is from."""
     # Passes are the engine's own, with those that store keys and values; tokens of the prompt count if not cached.
     meta = row["meta_info"]
     missing = settings.gen_length - len(row["output_ids"])  # tokens after the EOS stop
@@ -425,14 +427,15 @@ class RolloutServer:
             raise ValueError(f"{message}: who else uses it?")
 
         # The columns of the rollout
-        if self.mask_token_id is not None:
-            answers = [convert_sglang_answer(answer, prompts.settings, prompts.ends) for answer in answers]
+        convert = partial(convert_sglang_answer, settings=prompts.settings, ends=prompts.ends)
         expected = Expected(
             prompts.vocabulary, prompts.mask_token_id, prompts.ends, prompts.settings, aligned=prompts.aligned
         )
         check = partial(check_answer, expected=expected)
         rows = []
         for label, answer, text in zip(labels, answers, texts, strict=True):
+            if self.mask_token_id is not None:
+                answer = explain_errors(label, convert, answer)
             rows.append(explain_errors(label, check, answer, text))
         columns = {name: torch.stack([row[name] for row in rows]).to(prompts.ids.device) for name in rows[0]}
         return Rollout(

@@ -121,7 +121,8 @@ def make_record(
         check_ids(prompt, f"{where}prompt_ids", expected.vocabulary, args.max_prompt_length, "max_prompt_length")
         row = {name: values[number] for name, values in columns.items() if name != "prompt_ids"}
         if "step_maps" in row:
-            steps = check_numbers(row.pop("step_maps"), f"{where}step_maps", len(row["completion_ids"]))
+            completion_ids = check_numbers(row["completion_ids"], f"{where}completion_ids")
+            steps = check_numbers(row.pop("step_maps"), f"{where}step_maps", len(completion_ids))
             row["steps"] = reveal_steps(steps.tolist(), expected.schedule(len(prompt)))
         for name, values in check_row(where, row, len(prompt), expected, whole).items():
             rows = record[BATCH_KEYS[name]]

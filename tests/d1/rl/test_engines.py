@@ -123,6 +123,7 @@ MALFORMED = [
     (GOOD | {"entropies": [[1.0] * 3, [1.0, 9.0] * 4]}, r"row 1: entropies\[1\] is 9: expected .* 0 to log\("),
     (GOOD | STEPS | SAME_STEPS[0], "steps and reveal_steps: return one of them"),
     (GOOD | {"step_maps": [[1, 1], SAME_STEPS[1]["step_maps"][1]]}, "row 0: step_maps has 2 entries for 3"),
+    (SAME_STEPS[1] | GOOD | {"completion_ids": [5, 6]}, "row 0: completion_ids: expected a list of numbers, got 5"),
     (GOOD | {"env_mask": [[1] * 3, [1] * 8]}, "env_mask"),
 ]
 
