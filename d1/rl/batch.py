@@ -267,6 +267,7 @@ def transform_advantages(
     bounds: Mapping[str, Tensor] | None = None,
     settings: Any = None,
     in_loss: Tensor | None = None,
+    missing: Tensor | None = None,
 ) -> Tensor:
     """TRL's advantages (rows,) as changed by `ADVANTAGES[name]`; a group has `group` rows and may span processes.
 
@@ -274,6 +275,7 @@ def transform_advantages(
         bounds: the other fields of `AdvantageInputs` that the entry reads, (rows,) each.
         settings: those of the run.
         in_loss: (rows,) bool, the rows that count in the loss; None: all of them.
+        missing: (rows,) bool, the rows to which no reward applies, whose advantages are 0; None: there are none.
     """
     entry = ADVANTAGES[name]
     if entry.of is None or group == 1:
@@ -284,15 +286,38 @@ def transform_advantages(
     for field, values in (bounds or {}).items():
         fields[field] = ranks.all_gather(values).view(-1, group)
 
-    # Its advantages, of all groups or of those with a row in the loss.
-    if not entry.kept_only or in_loss is None:
+    # The groups that it gets: all of them, or those with a row in the loss.
+    selected: Tensor | None = None
+    if entry.kept_only and in_loss is not None:
+        selected = ranks.all_gather(in_loss).view(-1, group).any(1)
+
+    # A group in which some rows have no reward is changed alone, without these rows.
+    changed = torch.zeros_like(fields["advantages"])
+    is_missing = None
+    if missing is not None:
+        is_missing = ranks.all_gather(missing).view(-1, group)
+        if selected is None:
+            selected = torch.ones_like(is_missing[:, 0])
+        if entry.over_rollout:
+            fields["advantages"] = fields["advantages"].masked_fill(is_missing, torch.nan)
+        else:
+            is_incomplete = is_missing.any(1)
+            for number in (selected & is_incomplete).nonzero().squeeze(1).tolist():
+                rewarded = ~is_missing[number]
+                if rewarded.sum() < 2:
+                    continue
+                of_group = {field: values[number, rewarded].unsqueeze(0) for field, values in fields.items()}
+                changed[number, rewarded] = entry(AdvantageInputs(**of_group), settings).squeeze(0)
+            selected = selected & ~is_incomplete
+
+    # The other groups, all at once.
+    if selected is None:
         changed = entry(AdvantageInputs(**fields), settings)
-    else:
-        is_kept = ranks.all_gather(in_loss).view(-1, group).any(1)
-        changed = torch.zeros_like(fields["advantages"])
-        if is_kept.any():
-            kept_fields = {field: values[is_kept] for field, values in fields.items()}
-            changed[is_kept] = entry(AdvantageInputs(**kept_fields), settings)
+    elif selected.any():
+        selected_fields = {field: values[selected] for field, values in fields.items()}
+        changed[selected] = entry(AdvantageInputs(**selected_fields), settings)
+    if is_missing is not None:
+        changed = changed.masked_fill(is_missing, 0.0)
     return ranks.local_slice(changed.flatten(), len(advantages))
 
 
@@ -301,13 +326,15 @@ def prompt_filter(
 ) -> Tensor:
     """(prompts,) bool, of all processes: whether the fraction of correct completions is within `shares` (lower, upper
     bound), and their tokens per forward pass lie at least `min_speed_spread` apart. Only what is given is asked for,
-    at least one of the two."""
+    at least one of the two. Completions without a reward do not count."""
     filters = []
     if shares is not None:
         filters.append(solve_rate_filter(batch, shares, group, ranks))
     if min_speed_spread:
-        speeds = ranks.all_gather(batch["tokens_per_forward_pass"]).view(-1, group)
-        filters.append(speeds.amax(1) - speeds.amin(1) >= min_speed_spread)
+        local_speeds = batch["tokens_per_forward_pass"].masked_fill(batch["completion_reward"].isnan(), torch.nan)
+        speeds = ranks.all_gather(local_speeds).view(-1, group)
+        fastest, slowest = speeds.nan_to_num(-torch.inf).amax(1), speeds.nan_to_num(torch.inf).amin(1)
+        filters.append(fastest - slowest >= min_speed_spread)
     return torch.stack(filters).all(0)
 
 
@@ -364,6 +391,10 @@ def select_prompt_share(batch: Batch, share: float, group: int, ranks: RankView,
     local_values = torch.stack([batch["completion_reward"], scored_steps(batch)], dim=1)
     rewards, steps = ranks.all_gather(local_values).unbind(1)
     rewards, steps = rewards.view(-1, group), steps.view(-1, group).mean(1)
+
+    # A completion without a reward gets the mean of the others, which changes neither whether these differ nor their
+    # mean; a prompt without any reward counts as one whose rewards are 0.
+    rewards = torch.where(rewards.isnan(), rewards.nanmean(1, keepdim=True), rewards).nan_to_num(0.0)
 
     # 2: rewards differ; 1: they are equal and above 0; 0: the others. Within a kind, order by a number below 1.
     kinds = torch.where(rewards.std(1) > 1e-8, 2, (rewards.mean(1) > 0).long())

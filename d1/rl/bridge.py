@@ -41,7 +41,7 @@ from d1.runs.trainer import RunTrainer
 if TYPE_CHECKING:
     from d1.rl.sources import RolloutSource
 
-# Keys of a batch, (rows,) each: the task's accuracy, which is not a reward, and the weighted sum of the rewards.
+# Keys of a batch, (rows,) each: the task's accuracy, and the weighted sum of the rewards, NaN where none applies.
 ACCURACY, REWARD = "completion_is_right", "completion_reward"
 
 
@@ -80,6 +80,7 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
         super().__init__(*args, **kwargs)
         self.record: RolloutRecord = {}  # of the current rollout, until its batch is made
         self.row_rewards: Batch = {}  # `ACCURACY` and `REWARD`, likewise
+        self.has_missing_rewards = False  # whether any row so far, of any process, had no reward
         self.rows: list[dict[str, Any]] = []  # the current rollout's rows of the dataset
         self.rollout_fields: dict[str, list[float]] = {}  # of the current rollout, per row, for the rewards
         self.rollout_seconds: list[float] = []  # per training rollout, including its rewards and `after_rollout`
@@ -187,17 +188,25 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
     def _calculate_rewards(self, inputs: list[dict[str, Any]], *args: Any, **kwargs: Any) -> Tensor:
         started = time.perf_counter()
         rewards = super()._calculate_rewards(self.with_rollout_fields(inputs), *args, **kwargs)
-        watched = getattr(self.reward_funcs[-1], "only_watched", False)
-        if watched and rewards.shape[1] > 1:  # TRL drops a row if all of its rewards are NaN; the accuracy never is
-            rewards[:, -1].masked_fill_(rewards[:, :-1].isnan().all(dim=1), torch.nan)
+        self.mask_accuracy(rewards)
         # TRL returns the rewards of all processes.
-        local_rewards = rewards[self.accelerator.process_index * len(inputs) :][: len(inputs)].cpu()
+        all_rewards = rewards.cpu()
+        if all_rewards.isnan().all(dim=1).any():
+            self.has_missing_rewards = True
+        local_rewards = all_rewards[self.accelerator.process_index * len(inputs) :][: len(inputs)]
         total = weighted_sum(local_rewards, self.reward_weights.cpu())
         self.row_rewards = {REWARD: total.to(rewards.device, non_blocking=True)}
-        if watched:
+        if getattr(self.reward_funcs[-1], "only_watched", False):
             self.row_rewards[ACCURACY] = local_rewards[:, -1].to(rewards.device, non_blocking=True)
         self.log_metric("seconds/reward", time.perf_counter() - started)
         return rewards
+
+    def mask_accuracy(self, rewards: Tensor) -> None:
+        """Sets an accuracy that is only logged to NaN in the rows of `rewards` (rows, functions) to which no reward
+        applies: TRL leaves out a row if all of its rewards are NaN, and the accuracy never is."""
+        is_logged_only = getattr(self.reward_funcs[-1], "only_watched", False) and self.reward_weights[-1] == 0
+        if is_logged_only and rewards.shape[1] > 1:
+            rewards[:, -1].masked_fill_(rewards[:, :-1].isnan().all(dim=1), torch.nan)
 
     def with_rollout_fields(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The rows of the dataset with `rollout_fields`, which override columns of the same name."""
@@ -218,6 +227,7 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
         completions: list[Any] = [[{"role": "assistant", "content": text}] for text in texts]
         prompts = [row["prompt"] for row in self.rows]
         rewards = super()._calculate_rewards(self.with_rollout_fields(self.rows), prompts, completions, completion_ids)
+        self.mask_accuracy(rewards)
         local_rewards = rewards[self.accelerator.process_index * len(texts) :][: len(texts)].cpu()
         total = weighted_sum(local_rewards, self.reward_weights.cpu())
         return total.to(rewards.device), local_rewards[:, -1].to(rewards.device)

@@ -78,10 +78,11 @@ class HintedRollouts(SourceWrapper):
         batch.update(replace_rows(old, source_rows, new, ranks))
         batch["num_items_in_batch"] = count_scored_tokens(batch, ranks)
 
-        # The advantages of these groups: rewards minus their mean.
+        # The advantages of these groups: rewards minus their mean, 0 for completions without a reward.
         changed = source_rows.view(-1, group).ge(0).any(1)
         rewards = ranks.all_gather(batch[REWARD]).view(-1, group)
-        centred = torch.where(changed.unsqueeze(1), rewards - rewards.mean(1, keepdim=True), torch.nan)
+        centred = (rewards - rewards.nanmean(1, keepdim=True)).nan_to_num(0.0)
+        centred = torch.where(changed.unsqueeze(1), centred, torch.nan)
         new_advantages = ranks.local_slice(centred.flatten(), rows)
         batch["advantages"] = torch.where(new_advantages.isnan(), batch["advantages"], new_advantages)
         trainer.log_metric("hints/solved", changed.sum().item() / unsolved.sum().item())

@@ -372,6 +372,10 @@ class Advantage:
             once per rollout, in one draw of the run's estimator that no update uses.
         settings: the settings that it reads; setting another one is an error. None: unknown.
         kept_only: it gets only the groups with a completion in the loss; the advantages of the others are 0.
+        over_rollout: it computes over all groups together. Then `AdvantageInputs.advantages` is NaN for completions to
+            which no reward applies, and it must leave them out. False: it computes each group by itself, and gets a
+            group in which some completions have no reward alone and without these, or not at all if fewer than two are
+            left. In both cases the advantage of a completion without a reward is 0.
     """
 
     of: Callable[..., Tensor] | None
@@ -379,6 +383,7 @@ class Advantage:
     reads: tuple[str, ...] = ()
     settings: tuple[str, ...] | None = None
     kept_only: bool = False
+    over_rollout: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.reads, str) or not {*self.reads} <= {*BOUND_MODELS}:

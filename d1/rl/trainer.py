@@ -402,8 +402,18 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         bounds = {}
         if ADVANTAGES[args.advantage].reads and self.group > 1:
             bounds = self.bounds(batch, ranks)
+        missing = None
+        if self.has_missing_rewards:
+            missing = batch[REWARD].isnan()
         batch["advantages"] = transform_advantages(
-            batch["advantages"], args.advantage, self.group, ranks, bounds=bounds, settings=args, in_loss=in_loss
+            batch["advantages"],
+            args.advantage,
+            self.group,
+            ranks,
+            bounds=bounds,
+            settings=args,
+            in_loss=in_loss,
+            missing=missing,
         )
 
     def bounds(self, batch: Batch, ranks: RankView) -> dict[str, Tensor]:
@@ -489,8 +499,9 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         A view's share of the reward is [r + lam (r - r_v)] / (1 + lam), with lam = `state_reward`. Here r is the
         completion's reward, and r_v the reward of the completion in which each token hidden by the view is the most
         likely one. The advantage is this share minus its mean over the prompt's completions in the view with the same
-        number (EGSPO-SA, arXiv 2603.12554). For a block-causal model, the state of a block contains the earlier blocks
-        in their final form.
+        number (EGSPO-SA, arXiv 2603.12554). If no reward applies to the completion or to the one of its state, the
+        advantage is 0, and the means leave it out. For a block-causal model, the state of a block contains the earlier
+        blocks in their final form.
         """
         lam = self.args.state_reward
         scoring = batch["view_weights"].ne(0).any(-1).any(1)  # (rows, views)
