@@ -15,6 +15,7 @@ import contextlib
 import copy
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from inspect import signature
 from itertools import groupby, islice
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 
 # Keys of a batch, (rows,) each: the task's accuracy, and the weighted sum of the rewards, NaN where none applies.
 ACCURACY, REWARD = "completion_is_right", "completion_reward"
+EQUAL_REWARDS = "frac_reward_zero_std"  # TRL's metric: the share of groups whose rewards are all equal
 
 
 class TokenLogps(NamedTuple):
@@ -222,11 +224,18 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
 
     def rewards_and_accuracy(self, completion_ids: list[list[int]]) -> tuple[Tensor, Tensor]:
         """(rows,) each, of other completions of the current rollout's rows: `weighted_sum` of the rewards, and the last
-        of them."""
+        of them. Nothing is logged."""
         texts = self._tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
         completions: list[Any] = [[{"role": "assistant", "content": text}] for text in texts]
         prompts = [row["prompt"] for row in self.rows]
-        rewards = super()._calculate_rewards(self.with_rollout_fields(self.rows), prompts, completions, completion_ids)
+        # What functions log of these completions is dropped: TRL would log it with those of the next rollout.
+        pending = self._pending_metrics, self._pending_extra_logs
+        self._pending_metrics, self._pending_extra_logs = defaultdict(list), defaultdict(list)
+        try:
+            rows = self.with_rollout_fields(self.rows)
+            rewards = super()._calculate_rewards(rows, prompts, completions, completion_ids)
+        finally:
+            self._pending_metrics, self._pending_extra_logs = pending
         self.mask_accuracy(rewards)
         local_rewards = rewards[self.accelerator.process_index * len(texts) :][: len(texts)].cpu()
         total = weighted_sum(local_rewards, self.reward_weights.cpu())
@@ -377,6 +386,11 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
         """Adds a value to the mean that is logged next as `name`, in an evaluation as `eval_name`."""
         mode = "train" if self.model.training else "eval"
         self._metrics[mode][name].append(value)
+
+    def replace_metric(self, name: str, value: float) -> None:
+        """Replaces the value that TRL added last to the mean that is logged as `name`."""
+        mode = "train" if self.model.training else "eval"
+        self._metrics[mode][name][-1] = value
 
 
 class EpochSampler(RepeatSampler):

@@ -21,7 +21,7 @@ from d1.rl.batch import (
     replace_rows,
     views_of,
 )
-from d1.rl.bridge import ACCURACY, REWARD
+from d1.rl.bridge import ACCURACY, EQUAL_REWARDS, REWARD
 from d1.rl.hints import HINTS, TRACE
 from d1.rl.losses import OBJECTIVES
 from d1.rl.rewards import SPEED
@@ -82,9 +82,12 @@ class HintedRollouts(SourceWrapper):
         changed = source_rows.view(-1, group).ge(0).any(1)
         rewards = ranks.all_gather(batch[REWARD]).view(-1, group)
         centred = (rewards - rewards.nanmean(1, keepdim=True)).nan_to_num(0.0)
+        is_equal = torch.isclose(centred, torch.zeros_like(centred)).all(1)
         centred = torch.where(changed.unsqueeze(1), centred, torch.nan)
         new_advantages = ranks.local_slice(centred.flatten(), rows)
         batch["advantages"] = torch.where(new_advantages.isnan(), batch["advantages"], new_advantages)
+        # TRL counted the groups with equal rewards before some of their rows were replaced.
+        trainer.replace_metric(EQUAL_REWARDS, is_equal.float().mean().item())
         trainer.log_metric("hints/solved", changed.sum().item() / unsolved.sum().item())
         trainer.log_metric("hints/rows", source_rows.ge(0).float().mean().item())
 
@@ -120,8 +123,12 @@ class HintedRollouts(SourceWrapper):
         for name, values in record.items():
             new[name][rows] = cast(Tensor, values)
         new["completion_ids"][rows] = canvas_ids
-        ended = eos_cut(canvas_ids, trainer.eos_token_ids)
-        new["completion_mask"][rows] = ended.to(new["completion_mask"].dtype)
+        counted = eos_cut(canvas_ids, trainer.eos_token_ids)
+        if trainer.args.mask_truncated_completions:  # by TRL's rule for other rows
+            ends = (*trainer.eos_token_ids, trainer.text_tokenizer.pad_token_id)
+            is_complete = [completion[-1] in ends for completion in completions]
+            counted = counted & torch.tensor(is_complete, device=counted.device).unsqueeze(1)
+        new["completion_mask"][rows] = counted.to(new["completion_mask"].dtype)
         new["given"][rows] = canvas_ids == given_ids  # the EOS stop may have overwritten some
 
     def after_scoring(self, batch: Batch, ranks: RankView) -> None:

@@ -352,6 +352,33 @@ def test_hinted_groups_leave_missing_rewards_out(tiny_model_dir: Path, tmp_path:
     torch.testing.assert_close(advantages, expected)
 
 
+def test_what_a_reward_logs_of_states_is_in_no_rollout(tiny_model_dir: Path, tmp_path: Path) -> None:
+    """EGSPO-SA rewards the greedy completions of states, too; its logs are those of the sampled completions."""
+    seen: list[list[str]] = []
+
+    def lengths(completions: list, log_extra: Any, log_metric: Any, **columns: Any) -> list[float]:
+        texts = [completion[0]["content"] for completion in completions]
+        seen.append(texts)
+        log_extra("text", texts)
+        log_metric("calls", float(len(seen)))
+        return [float(len(text)) for text in texts]
+
+    class Compared(DiffuGRPOTrainer):
+        def after_rollout(self, batch: Any) -> None:
+            self.calls = [*getattr(self, "calls", []), len(seen)]
+            completions = [completion[0]["content"] for completion in self._logs["completion"]]
+            assert [*self._logs["extra"]["text"]] == completions
+            super().after_rollout(batch)
+
+    options: dict[str, Any] = {"reward": [lengths, is_even], "max_steps": 4, "num_iterations": 2}
+    trainer = make_method(tiny_model_dir, tmp_path, "egspo-sa", Compared, **options)
+    trainer.train()
+    first, second = trainer.calls
+    assert second > first + 1  # states were rewarded between the rollouts
+    logs = [entry["calls"] for entry in trainer.state.log_history if "calls" in entry]
+    assert logs == [first, second]
+
+
 def test_an_accuracy_that_is_a_reward_applies_where_no_other_reward_does(tiny_model_dir: Path, tmp_path: Path) -> None:
     batch = rewarded(tiny_model_dir, tmp_path, "d1", [0.5, None], reward_weights=[1.0, 1.0])
     right = batch["completion_is_right"]
