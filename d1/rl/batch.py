@@ -760,6 +760,13 @@ def mean_logps(logps: Tensor, inputs: LossInputs) -> Tensor:
     return logps / inputs.weights.sum(1).where(where_scored(inputs), 1.0)
 
 
+def mean_entropies(entropies: Tensor, weights: Tensor) -> Tensor:
+    """(rows, canvas) weighted means over the views that score a token, 0 where none does, from `entropies`, the
+    weighted sums, and the views' `weights` (rows, views, canvas)."""
+    totals = weights.sum(1)
+    return entropies / totals.where(totals > 0, 1.0)
+
+
 def truncated_weights(sampled: Tensor, old: Tensor, inputs: LossInputs, cap: float) -> Tensor:
     """Truncated importance weights (rows, tokens): min(exp(old - sampled), cap), and 1 for tokens that are not scored
     (Ionides 2008; TRL's `token_truncate`).

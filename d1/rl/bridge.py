@@ -33,7 +33,7 @@ from d1.files import valid_unicode_in
 from d1.models import load_model
 from d1.models.head import run_inside
 from d1.models.tokenizer import check_no_mask
-from d1.rl.batch import Batch, RolloutRecord, pad_to_width, sort_into_mini_batches
+from d1.rl.batch import Batch, RolloutRecord, mean_entropies, pad_to_width, sort_into_mini_batches
 from d1.rl.losses import LossInputs
 from d1.rl.rewards import weighted_sum
 from d1.runs.cli import silence
@@ -325,10 +325,11 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
             yield model
 
     def trl_loss(self, inputs: LossInputs, entropies: Tensor | None, batch: Batch) -> Tensor:
-        """TRL's loss on the given log-probabilities, with its KL and metrics; `entropies` (rows, canvas) are for the
-        metrics."""
+        """TRL's loss on the given log-probabilities, with its KL and metrics; `entropies` (rows, canvas), weighted sums
+        over views, are for the metrics and for `top_entropy_quantile`."""
         assert entropies is not None
-        token_logps = TokenLogps(inputs.logps, pad_to_width(entropies, inputs.mask.shape[1]))
+        entropies = mean_entropies(pad_to_width(entropies, inputs.mask.shape[1]), inputs.weights)
+        token_logps = TokenLogps(inputs.logps, entropies)
         stored = {"old_per_token_logps": inputs.old, "ref_per_token_logps": inputs.reference}
         if inputs.sampling_weights is not None:  # TRL takes (rows, tokens), and its KL does not use the advantages
             stored["advantages"] = inputs.advantages.unsqueeze(1) * inputs.sampling_weights

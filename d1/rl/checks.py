@@ -329,6 +329,16 @@ UNSUPPORTED: dict[str, Any] = {
     "model_init_kwargs": None,
     "cast_lm_head_to_fp32": False,
     "trust_remote_code": False,
+    "entropy_coef": 0.0,
+    "use_adaptive_entropy": False,
+    "entropy_coef_min": 0.0,
+    "entropy_coef_max": 1.0,
+    "entropy_coef_delta": 0.005,
+    "entropy_target": 0.2,
+    "data_seed": None,
+    "label_smoothing_factor": 0.0,
+    "train_sampling_strategy": "random",
+    "length_column_name": "length",
 }
 for field_name, field in GRPOConfig.__dataclass_fields__.items():
     if field_name.startswith("vllm_"):
@@ -357,6 +367,15 @@ INSTEAD = {
     "bnb_4bit_quant_type": "load_in_4bit loads NF4",
     "bnb_4bit_quant_storage": "load_in_4bit loads NF4",
     "cast_lm_head_to_fp32": "the head has the dtype of the model",
+    **dict.fromkeys(
+        ("entropy_coef", "use_adaptive_entropy", "entropy_coef_min", "entropy_coef_max", "entropy_coef_delta"),
+        "entropies are computed for metrics, without a gradient",
+    ),
+    "entropy_target": "entropies are computed for metrics, without a gradient",
+    "data_seed": "seed also orders the prompts",
+    "label_smoothing_factor": "the losses of RL have no labels",
+    "train_sampling_strategy": "shuffle_dataset says whether prompts come in random order",
+    "length_column_name": "prompts are not sorted by length",
 }
 
 # Settings with a list of choices. TRL 1.16 checks its own only at the first loss. Entries that are added later count.
@@ -499,6 +518,12 @@ def about_estimator(settings: Settings) -> Iterator[str]:
         yield (
             f"--estimator {settings.estimator} does not go with --objective {settings.objective}: estimators of bounds "
             f"({estimators}) give no log-probabilities, and go with objectives of bounds alone ({objectives})"
+        )
+    if settings.top_entropy_quantile < 1 and not estimator.covers(views):
+        able = ", ".join(name for name, entry in ESTIMATORS.items() if entry.covers(views) and entry.linear)
+        yield (
+            f"top_entropy_quantile {settings.top_entropy_quantile:g} compares the entropies of all tokens, and the "
+            f"views of {settings.estimator} may leave some out: set --top_entropy_quantile 1, or use --estimator {able}"
         )
     if objective.per_draw and not estimator.views_per_draw(views):
         able = []

@@ -16,6 +16,7 @@ from d1.rl.batch import (
     completion_ids_of,
     count_scored_tokens,
     evaluating,
+    mean_entropies,
     pad_batch,
     record_and_costs,
     replace_rows,
@@ -139,8 +140,10 @@ class HintedRollouts(SourceWrapper):
             return
         score_rows = trainer.row_scorer()
         with trainer.without_checkpointing(), evaluating(trainer.model):
-            scores = score_rows(trainer.model, batch, views_of(batch, 0), with_entropies=True)
-        batch["old_entropies"] = scores.entropies
+            views = views_of(batch, 0)
+            scores = score_rows(trainer.model, batch, views, with_entropies=True)
+        assert scores.entropies is not None
+        batch["old_entropies"] = mean_entropies(scores.entropies, views.weights)
 
 
 def choose_replacements(unsolved: Tensor, is_right: Tensor, max_rows: int, generator: Generator) -> Tensor:

@@ -494,7 +494,7 @@ OBJECTIVES: dict[str, Objective] = {
         own_kl="k3",
         settings=(
             *("loss_type", *CLIP, "sampling_weight_cap", "importance_sampling_level", "top_entropy_quantile"),
-            *("entropy_coef", "use_adaptive_entropy", "off_policy_mask_threshold"),
+            "off_policy_mask_threshold",
         ),
         idle=CLIP,
     ),

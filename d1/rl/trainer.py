@@ -625,6 +625,9 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
             loss = self.trl_loss(inputs, scores.entropies, batch)
             if args.loss_type in TRLS_OVER_ROWS:
                 loss = loss * self.rows_per_completion
+            if not ESTIMATORS[args.estimator].covers(args.view_settings()):
+                # TRL's mean has tokens that no view scores, with an entropy of 0.
+                self.replace_metric("entropy", mean_entropy(inputs, scores.entropies, gather))
         else:
             loss, metrics = objective(inputs, args)
             loss = loss / accumulated

@@ -229,6 +229,11 @@ REFUSED = [
     ({"method": "d2", "cfg_scale": 1.0}, "segments scores tokens in the sampler's states .* set --cfg_scale 0"),
     ({"loss_type": "vespo", "sampling_weight_cap": 2.0}, "sampling_weight_cap weighs single tokens and vespo"),
     ({"method": "agrpo", "p_mask_prompt": 0.1}, "replay scores tokens given the whole prompt"),
+    (
+        {"method": "gdpo", "top_entropy_quantile": 0.2},
+        "views of gauss may leave some out: .* --estimator one_step, rep",
+    ),
+    ({"method": "espo", "antithetic": False, "top_entropy_quantile": 0.2}, "views of espo may leave some out"),
     # What would do nothing
     ({"num_views": 3}, "the estimator one_step does not read it; elbo, espo, counts, .* would"),
     ({"method": "cj-grpo", "draw_steps": "entropy"}, "would do nothing: replay scores every step unless num_views"),

@@ -192,6 +192,11 @@ def test_a_setting_that_nothing_reads_names_the_one_that_does() -> None:
         ({"generation_batch_size": 6}, "rollout_batch_size says how many completions a device samples at once"),
         ({"use_vllm": True}, "rollout_mode server"),
         ({"max_tool_calling_iterations": 3}, "max_turns"),
+        ({"entropy_coef": 0.5}, "entropies are computed for metrics, without a gradient"),
+        ({"use_adaptive_entropy": True}, "entropies are computed for metrics, without a gradient"),
+        ({"data_seed": 5}, "seed also orders the prompts"),
+        ({"label_smoothing_factor": 0.1}, "the losses of RL have no labels"),
+        ({"train_sampling_strategy": "group_by_length"}, "shuffle_dataset says whether prompts"),
         ({"model_init_kwargs": {"dtype": "float32"}}, "dtype, attn_implementation and load_in_4bit"),
     ):
         with pytest.raises(ValueError, match=f"would be ignored here: leave it at .*; .*{right}"):
