@@ -187,12 +187,14 @@ class LossMask:
         after_the_end: it may count tokens after the first EOS, so that the whole canvas must be sampled.
         rest_of_block: it counts tokens after the first EOS that were sampled all the same, in its block.
         reads_steps: it reads `SampledCanvases.steps`.
+        has_gaps: tokens that count may lie after others that do not.
     """
 
     select: Callable[[SampledCanvases], Tensor]
     after_the_end: bool = False
     rest_of_block: bool = False
     reads_steps: bool = False
+    has_gaps: bool = False
 
 
 def until_the_end(sampled: SampledCanvases) -> Tensor:
@@ -225,8 +227,8 @@ LOSS_MASKS: dict[str, LossMask] = {
     "ended": LossMask(until_the_end),
     "text": LossMask(text_until_the_end),
     "drawn": LossMask(drawn, rest_of_block=True, reads_steps=True),
-    "steps": LossMask(to_the_last_text, after_the_end=True, reads_steps=True),
-    "unpadded": LossMask(unpadded, after_the_end=True),
+    "steps": LossMask(to_the_last_text, after_the_end=True, reads_steps=True, has_gaps=True),
+    "unpadded": LossMask(unpadded, after_the_end=True, has_gaps=True),
     "canvas": LossMask(whole_canvas, after_the_end=True),
 }
 

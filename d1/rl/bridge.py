@@ -76,6 +76,8 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
     mask_token_id: Any  # None for a model without one
     source: RolloutSource
     _buffered_inputs: list[Batch] | None
+    _pending_metrics: dict[str, list[float]]
+    _pending_extra_logs: dict[str, list[Any]]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         silence()  # in a notebook, too: TRL uses names that Transformers will remove

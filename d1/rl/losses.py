@@ -228,18 +228,34 @@ def mean_of_rounds(sums_RV: Tensor, inputs: LossInputs, settings: Any) -> Tensor
     return sums_RV.sum() * settings.block_length / inputs.repeated_tokens
 
 
+@dataclass(frozen=True)
+class Mean:
+    """An entry of `MEANS`.
+
+    Attributes:
+        reduce: gets sums over tokens (rows, views), the inputs and the settings, and returns a scalar.
+        weighs_views: views count by their weights. False: each view is divided by its own, so that all count alike.
+    """
+
+    reduce: Callable[[Tensor, LossInputs, Any], Tensor]
+    weighs_views: bool = True
+
+    def __call__(self, sums_RV: Tensor, inputs: LossInputs, settings: Any) -> Tensor:
+        return self.reduce(sums_RV, inputs, settings)
+
+
 # Means of sums over tokens, (rows, views). `sum`, `active`, `scored`, `rounds` and `views` are ours, the others TRL's.
 # Those over rows are means over completions: an episode's turns are added up. With the objective `trl`, which d1 has,
 # TRL divides by itself: these are for the other objectives.
-MEANS: dict[str, Callable[[Tensor, LossInputs, Any], Tensor]] = {
-    "sum": mean_of_rows,
-    "grpo": mean_of_row_means,
-    "bnpo": mean_of_micro_batch,
-    "dapo": mean_of_tokens,
-    "active": mean_of_active_rows,
-    "scored": mean_of_scored_pairs,
-    "rounds": mean_of_rounds,
-    "views": mean_of_views,
+MEANS: dict[str, Mean] = {
+    "sum": Mean(mean_of_rows),
+    "grpo": Mean(mean_of_row_means),
+    "bnpo": Mean(mean_of_micro_batch),
+    "dapo": Mean(mean_of_tokens),
+    "active": Mean(mean_of_active_rows),
+    "scored": Mean(mean_of_scored_pairs),
+    "rounds": Mean(mean_of_rounds),
+    "views": Mean(mean_of_views, weighs_views=False),
 }
 
 
@@ -267,6 +283,8 @@ class Objective:
         per_view: it uses each view's log-probabilities, not only their weighted sums.
         per_draw: it uses each draw as an estimate of the whole completion (`Estimator.views_per_draw`).
         by_view: its mean is over views, so that the views can be divided among the updates (`split_views`).
+        weighs_views: views count by their weights; False: all alike, whatever their weights. If it reads `loss_type`,
+            the mean's own `weighs_views` holds, too.
         per_row: it has one ratio or one bound per row, which must be a whole completion: no turn of an episode.
         linear: it uses log-probabilities; False: bounds computed from means over hidden tokens (`Estimator.linear`).
         reads_steps: it reads `LossInputs.reveal_steps`, so that each token must have been revealed once and kept.
@@ -286,6 +304,7 @@ class Objective:
     per_view: bool = False
     per_draw: bool = False
     by_view: bool = False
+    weighs_views: bool = True
     per_row: bool = False
     linear: bool = True
     reads_steps: bool = False
@@ -323,13 +342,15 @@ class Penalty:
     Attributes:
         value: returns the penalty of one micro-batch, a scalar.
         to: whose log-probabilities it compares with the policy's. "reference" needs a reference model.
-        settings, by_view, per_row, reads_steps: as in `Objective`.
+        settings, per_view, by_view, weighs_views, per_row, reads_steps: as in `Objective`.
     """
 
     value: Callable[[LossInputs, Any], Tensor]
     to: Literal["reference", "old"] = "reference"
     settings: tuple[str, ...] | None = None
+    per_view: bool = False
     by_view: bool = False
+    weighs_views: bool = True
     per_row: bool = False
     reads_steps: bool = False
 
@@ -530,7 +551,7 @@ def k3(inputs: LossInputs, settings: Any) -> Tensor:
 
 
 PENALTIES: dict[str, Penalty] = {
-    "k3": Penalty(k3, settings=("loss_type",), by_view=True),
+    "k3": Penalty(k3, settings=("loss_type",), per_view=True, by_view=True),
 }
 
 

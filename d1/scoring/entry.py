@@ -90,6 +90,9 @@ class Estimator:
         partial: whether a draw scores only some of the tokens, with the inverse of their probability to be drawn as
             weights. Such weights must multiply the loss of each view: in a ratio of weighted sums they would be
             exponents.
+        unequal: whether views are drawn with unequal probabilities, whose inverse is in their weights: a mean that
+            counts all views alike would be biased towards likely ones.
+        contiguous: whether the tokens that count must be the first of the canvas, without gaps (`LossMask.has_gaps`).
         covers: whether every token that counts is scored in at least one view. False: random views may leave some out.
         reads: which of `reveal_steps`, `logps` and `entropies` of `SampledRows` the views depend on: a rollout that
             lacks one of these is refused.
@@ -113,6 +116,8 @@ class Estimator:
     uniform_noise: bool = False
     clean_prompt: bool = False
     partial: SettingsTest = never
+    unequal: SettingsTest = never
+    contiguous: bool = False
     covers: SettingsTest = never
     reads: Callable[[ViewSettings], tuple[str, ...]] = no_record
     as_sampled: SettingsTest = never

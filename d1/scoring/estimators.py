@@ -19,6 +19,10 @@ def steps_and_entropies(settings: ViewSettings) -> tuple[str, ...]:
     return ("reveal_steps",)
 
 
+def draws_by_entropy(settings: ViewSettings) -> bool:
+    return draws_some(settings) and settings.draw_steps == "entropy"
+
+
 def hides_prompt(settings: ViewSettings) -> bool:
     return settings.p_mask_prompt > 0
 
@@ -61,6 +65,7 @@ ESTIMATORS: dict[str, Estimator] = {
         replays_writes=True,
         clean_prompt=True,
         partial=draws_some,
+        unequal=draws_by_entropy,
         covers=draws_all,
         reads=steps_and_entropies,
         as_sampled=lambda settings: settings.segment_steps in (None, 1),
