@@ -385,11 +385,19 @@ def replace_rows(batch: Batch, source: Tensor, more: Batch, ranks: RankView) -> 
     return replaced
 
 
-def select_prompt_share(batch: Batch, share: float, group: int, ranks: RankView, generator: torch.Generator) -> float:
-    """Keeps this share of the prompts in the loss, rounded up: first those whose rewards differ, then those whose
-    equal rewards are above 0, both in random order; then the others, by decreasing mean number of steps (RLDF).
+def select_prompt_share(
+    batch: Batch,
+    share: float,
+    group: int,
+    ranks: RankView,
+    generator: torch.Generator,
+    candidates: Tensor | None = None,
+) -> Tensor:
+    """(prompts,) bool, of all processes: this share of all prompts, rounded up, as far as there are `candidates`
+    (prompts,) bool (None: all are): first those whose rewards differ, then those whose equal rewards are above 0, both
+    in random order; then the others, by decreasing mean number of steps (RLDF).
 
-    `generator` is in the same state on all processes. Returns the share of prompts kept."""
+    `generator` is in the same state on all processes."""
     local_values = torch.stack([batch["completion_reward"], scored_steps(batch)], dim=1)
     rewards, steps = ranks.all_gather(local_values).unbind(1)
     rewards, steps = rewards.view(-1, group), steps.view(-1, group).mean(1)
@@ -402,8 +410,10 @@ def select_prompt_share(batch: Batch, share: float, group: int, ranks: RankView,
     kinds = torch.where(rewards.std(1) > 1e-8, 2, (rewards.mean(1) > 0).long())
     drawn = torch.rand(len(kinds), generator=generator).to(steps.device)
     order = kinds + torch.where(kinds == 0, steps / (1 + steps.max()), drawn)
-    position = order.argsort(descending=True).argsort()
-    return filter_groups(batch, position < math.ceil(share * len(kinds)), group, ranks)
+    if candidates is None:
+        candidates = torch.ones_like(kinds, dtype=torch.bool)
+    position = order.masked_fill(~candidates, -1.0).argsort(descending=True).argsort()
+    return candidates & (position < math.ceil(share * len(kinds)))
 
 
 def scored_steps(batch: Batch) -> Tensor:
@@ -680,7 +690,7 @@ def loss_inputs(
         views_per_draw: `Estimator.views_per_draw`.
         blocks: those of a model with blocks, where a view contains one step of every block.
         turns: rows per completion.
-        progress: the share of the run's optimizer steps that is done.
+        progress: as in `LossInputs`.
     """
     width = batch["completion_mask"].shape[1]
 

@@ -66,7 +66,8 @@ class LossInputs:
             parent and them; -1 elsewhere, and where the view scores nothing in the row.
         sibling_positions: positions where a child with an advantage above 0 has such a token, each once per parent, per
             micro-batch, averaged over the whole rollout and all processes.
-        progress: the share of the run's optimizer steps that is done.
+        progress: the share of the run that is done: of its optimizer steps or, if that is more, of its
+            `max_compute_tokens`.
         is_right: (rows,) bool, whether the completion is right: its accuracy is 1. None if the run has no accuracy
             (`Objective.reads_right`).
     """

@@ -185,6 +185,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         self.source.connect(self)
         # Of training, a sum on the device: `Scores.compute` and the rollouts' forward tokens.
         self.computed_tokens: Any = 0
+        self.budget_share = 0.0  # the share of `max_compute_tokens` spent before the current step
 
     def check_completions(self, args: DiffuGRPOConfig, has_rollout_func: bool, environments: Any) -> None:
         """Raises ValueError for settings that do not fit how completions are made: of one canvas each."""
@@ -389,13 +390,15 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         args = self.args
 
         # Which prompts count.
-        if args.drops_prompts and self.mode == "train":
-            kept = filter_groups(batch, self.prompts_to_keep(batch, ranks), self.group, ranks)
-            self.log_metric("prompts_kept", kept)
-        if args.prompt_share < 1 and self.mode == "train":
-            generator = self.shared_generator("prompt_share", len(batch["advantages"]))
-            kept = select_prompt_share(batch, args.prompt_share, self.group, ranks, generator)
-            self.log_metric("prompts_kept", kept)
+        if self.mode == "train":
+            kept: Tensor | None = None
+            if args.drops_prompts:
+                kept = self.prompts_to_keep(batch, ranks)
+            if args.prompt_share < 1:
+                generator = self.shared_generator("prompt_share", len(batch["advantages"]))
+                kept = select_prompt_share(batch, args.prompt_share, self.group, ranks, generator, candidates=kept)
+            if kept is not None:
+                self.log_metric("prompts_kept", filter_groups(batch, kept, self.group, ranks))
 
         # Their advantages.
         in_loss = batch["completion_mask"].bool().any(1)
@@ -614,7 +617,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
             views_per_draw=args.views_per_draw,
             blocks=self.blocks,
             turns=self.rows_per_completion,
-            progress=self.state.global_step / max(self.state.max_steps, 1),
+            progress=max(self.state.global_step / max(self.state.max_steps, 1), min(self.budget_share, 1.0)),
         )
 
         # The objective: TRL's, whose mean is over completions, or ours. Trainer sums the micro-batches of a step, so
@@ -874,6 +877,7 @@ class StopAtCompute(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, lr_scheduler: Any = None, **kwargs: Any) -> None:
         self.spent = self.trainer.total_computed_tokens()
+        self.trainer.budget_share = self.spent / self.budget
         if args.lr_scheduler_type.value == "linear":
             scheduler = getattr(lr_scheduler, "scheduler", lr_scheduler)  # Accelerate wraps it
             scheduler.lr_lambdas = [lambda step: self.budget_left()] * len(scheduler.lr_lambdas)
@@ -884,6 +888,7 @@ class StopAtCompute(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         before, self.spent = self.spent, self.trainer.total_computed_tokens()
+        self.trainer.budget_share = self.spent / self.budget
         for share in self.shares:
             if before < share * self.budget <= self.spent:  # equal on all processes, unlike what they see on disk
                 self.save_aside(saved_at(args.output_dir, share))
