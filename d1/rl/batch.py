@@ -323,6 +323,12 @@ def transform_advantages(
     return ranks.local_slice(changed.flatten(), len(advantages))
 
 
+def has_equal_rewards(rewards: Tensor) -> Tensor:
+    """(groups,) bool, whether the rewards (groups, completions per prompt) of a group are equal; NaN does not count."""
+    centred = (rewards - rewards.nanmean(1, keepdim=True)).nan_to_num(0.0)
+    return torch.isclose(centred, torch.zeros_like(centred)).all(1)
+
+
 def prompt_filter(
     batch: Batch, shares: Sequence[float] | None, group: int, ranks: RankView, min_speed_spread: float = 0.0
 ) -> Tensor:

@@ -33,7 +33,7 @@ from d1.files import valid_unicode_in
 from d1.models import load_model
 from d1.models.head import run_inside
 from d1.models.tokenizer import check_no_mask
-from d1.rl.batch import Batch, RolloutRecord, mean_entropies, pad_to_width, sort_into_mini_batches
+from d1.rl.batch import Batch, RolloutRecord, has_equal_rewards, mean_entropies, pad_to_width, sort_into_mini_batches
 from d1.rl.losses import LossInputs
 from d1.rl.rewards import weighted_sum
 from d1.runs.cli import silence
@@ -183,6 +183,11 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
         """TRL's batch of sampled and rewarded rows, with the record of the rollout and the rewards of its rows."""
         self.rows = rows
         batch = super()._generate_and_score_completions(rows)
+        if self.scale_rewards == "batch":
+            # TRL compares the rewards of all groups, and advantages are 0 where those of a group are equal.
+            group = self.num_generations if self.model.training else self.num_generations_eval
+            rewards = self.accelerator.gather(self.row_rewards[REWARD]).view(-1, group)
+            self.replace_metric(EQUAL_REWARDS, has_equal_rewards(rewards).float().mean().item())
         return batch | self.row_record() | self.row_rewards
 
     def row_record(self) -> Batch:

@@ -16,6 +16,7 @@ from d1.rl.batch import (
     completion_ids_of,
     count_scored_tokens,
     evaluating,
+    has_equal_rewards,
     mean_entropies,
     pad_batch,
     record_and_costs,
@@ -83,12 +84,11 @@ class HintedRollouts(SourceWrapper):
         changed = source_rows.view(-1, group).ge(0).any(1)
         rewards = ranks.all_gather(batch[REWARD]).view(-1, group)
         centred = (rewards - rewards.nanmean(1, keepdim=True)).nan_to_num(0.0)
-        is_equal = torch.isclose(centred, torch.zeros_like(centred)).all(1)
         centred = torch.where(changed.unsqueeze(1), centred, torch.nan)
         new_advantages = ranks.local_slice(centred.flatten(), rows)
         batch["advantages"] = torch.where(new_advantages.isnan(), batch["advantages"], new_advantages)
         # TRL counted the groups with equal rewards before some of their rows were replaced.
-        trainer.replace_metric(EQUAL_REWARDS, is_equal.float().mean().item())
+        trainer.replace_metric(EQUAL_REWARDS, has_equal_rewards(rewards).float().mean().item())
         trainer.log_metric("hints/solved", changed.sum().item() / unsolved.sum().item())
         trainer.log_metric("hints/rows", source_rows.ge(0).float().mean().item())
 

@@ -23,9 +23,10 @@ from d1.rl.batch import RankView, prompt_filter, select_prompt_share, transform_
 from d1.rl.config import DiffuGRPOConfig
 from d1.rl.losses import ADVANTAGES, AdvantageInputs
 from d1.rl.rewards import RewardError, accuracy_of, check_rewards, guard_reward, rewards_of, weighted_sum
+from d1.rl.stage import never_differed
 from d1.rl.trainer import DiffuGRPOTrainer
 from d1.tasks import load_task, with_rewards
-from tests.tiny_grpo import SETTINGS, is_even, make_method, repeats_letter
+from tests.tiny_grpo import SETTINGS, is_even, logged, make_method, repeats_letter
 
 LETTERS = Path(__file__).with_name("letters_task.py")
 letters_task: Any = load_task(str(LETTERS))
@@ -350,6 +351,27 @@ def test_hinted_groups_leave_missing_rewards_out(tiny_model_dir: Path, tmp_path:
     assert rewards[:, 3].isnan().all()
     expected = (rewards - rewards.nanmean(1, keepdim=True)).nan_to_num(0.0)
     torch.testing.assert_close(advantages, expected)
+
+
+@pytest.mark.parametrize("scale", ["none", "group", "batch"])
+def test_groups_with_equal_rewards_are_counted_however_advantages_are_scaled(
+    tiny_model_dir: Path, tmp_path: Path, scale: str
+) -> None:
+    """Of two prompts: both with equal rewards of their own, then one."""
+
+    def run(values: list[float]) -> Any:
+        def reward(completions: list, **columns: Any) -> list[float]:
+            return values[: len(completions)]
+
+        options: dict[str, Any] = {"reward": reward, "reward_weights": None, "per_device_train_batch_size": 8}
+        trainer = make_method(tiny_model_dir, tmp_path, "d1", scale_rewards=scale, max_steps=1, **options)
+        trainer.train()
+        return trainer
+
+    equal, differing = run([1.0] * 4 + [2.0] * 4), run([1.0] * 4 + [2.0, 1.0, 2.0, 2.0])
+    assert never_differed(equal.state.log_history)
+    assert logged(equal)[0]["frac_reward_zero_std"] == 1
+    assert logged(differing)[0]["frac_reward_zero_std"] == 0.5
 
 
 def test_what_a_reward_logs_of_states_is_in_no_rollout(tiny_model_dir: Path, tmp_path: Path) -> None:
