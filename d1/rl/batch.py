@@ -187,12 +187,14 @@ class LossMask:
         after_the_end: it may count tokens after the first EOS, so that the whole canvas must be sampled.
         rest_of_block: it counts tokens after the first EOS that were sampled all the same, in its block.
         reads_steps: it reads `SampledCanvases.steps`.
+        has_gaps: tokens that count may lie after others that do not.
     """
 
     select: Callable[[SampledCanvases], Tensor]
     after_the_end: bool = False
     rest_of_block: bool = False
     reads_steps: bool = False
+    has_gaps: bool = False
 
 
 def until_the_end(sampled: SampledCanvases) -> Tensor:
@@ -225,8 +227,8 @@ LOSS_MASKS: dict[str, LossMask] = {
     "ended": LossMask(until_the_end),
     "text": LossMask(text_until_the_end),
     "drawn": LossMask(drawn, rest_of_block=True, reads_steps=True),
-    "steps": LossMask(to_the_last_text, after_the_end=True, reads_steps=True),
-    "unpadded": LossMask(unpadded, after_the_end=True),
+    "steps": LossMask(to_the_last_text, after_the_end=True, reads_steps=True, has_gaps=True),
+    "unpadded": LossMask(unpadded, after_the_end=True, has_gaps=True),
     "canvas": LossMask(whole_canvas, after_the_end=True),
 }
 
@@ -267,6 +269,7 @@ def transform_advantages(
     bounds: Mapping[str, Tensor] | None = None,
     settings: Any = None,
     in_loss: Tensor | None = None,
+    missing: Tensor | None = None,
 ) -> Tensor:
     """TRL's advantages (rows,) as changed by `ADVANTAGES[name]`; a group has `group` rows and may span processes.
 
@@ -274,6 +277,7 @@ def transform_advantages(
         bounds: the other fields of `AdvantageInputs` that the entry reads, (rows,) each.
         settings: those of the run.
         in_loss: (rows,) bool, the rows that count in the loss; None: all of them.
+        missing: (rows,) bool, the rows to which no reward applies, whose advantages are 0; None: there are none.
     """
     entry = ADVANTAGES[name]
     if entry.of is None or group == 1:
@@ -284,16 +288,45 @@ def transform_advantages(
     for field, values in (bounds or {}).items():
         fields[field] = ranks.all_gather(values).view(-1, group)
 
-    # Its advantages, of all groups or of those with a row in the loss.
-    if not entry.kept_only or in_loss is None:
+    # The groups that it gets: all of them, or those with a row in the loss.
+    selected: Tensor | None = None
+    if entry.kept_only and in_loss is not None:
+        selected = ranks.all_gather(in_loss).view(-1, group).any(1)
+
+    # A group in which some rows have no reward is changed alone, without these rows.
+    changed = torch.zeros_like(fields["advantages"])
+    is_missing = None
+    if missing is not None:
+        is_missing = ranks.all_gather(missing).view(-1, group)
+        if selected is None:
+            selected = torch.ones_like(is_missing[:, 0])
+        if entry.over_rollout:
+            fields["advantages"] = fields["advantages"].masked_fill(is_missing, torch.nan)
+        else:
+            is_incomplete = is_missing.any(1)
+            for number in (selected & is_incomplete).nonzero().squeeze(1).tolist():
+                rewarded = ~is_missing[number]
+                if rewarded.sum() < 2:
+                    continue
+                of_group = {field: values[number, rewarded].unsqueeze(0) for field, values in fields.items()}
+                changed[number, rewarded] = entry(AdvantageInputs(**of_group), settings).squeeze(0)
+            selected = selected & ~is_incomplete
+
+    # The other groups, all at once.
+    if selected is None:
         changed = entry(AdvantageInputs(**fields), settings)
-    else:
-        is_kept = ranks.all_gather(in_loss).view(-1, group).any(1)
-        changed = torch.zeros_like(fields["advantages"])
-        if is_kept.any():
-            kept_fields = {field: values[is_kept] for field, values in fields.items()}
-            changed[is_kept] = entry(AdvantageInputs(**kept_fields), settings)
+    elif selected.any():
+        selected_fields = {field: values[selected] for field, values in fields.items()}
+        changed[selected] = entry(AdvantageInputs(**selected_fields), settings)
+    if is_missing is not None:
+        changed = changed.masked_fill(is_missing, 0.0)
     return ranks.local_slice(changed.flatten(), len(advantages))
+
+
+def has_equal_rewards(rewards: Tensor) -> Tensor:
+    """(groups,) bool, whether the rewards (groups, completions per prompt) of a group are equal; NaN does not count."""
+    centred = (rewards - rewards.nanmean(1, keepdim=True)).nan_to_num(0.0)
+    return torch.isclose(centred, torch.zeros_like(centred)).all(1)
 
 
 def prompt_filter(
@@ -301,13 +334,15 @@ def prompt_filter(
 ) -> Tensor:
     """(prompts,) bool, of all processes: whether the fraction of correct completions is within `shares` (lower, upper
     bound), and their tokens per forward pass lie at least `min_speed_spread` apart. Only what is given is asked for,
-    at least one of the two."""
+    at least one of the two. Completions without a reward do not count."""
     filters = []
     if shares is not None:
         filters.append(solve_rate_filter(batch, shares, group, ranks))
     if min_speed_spread:
-        speeds = ranks.all_gather(batch["tokens_per_forward_pass"]).view(-1, group)
-        filters.append(speeds.amax(1) - speeds.amin(1) >= min_speed_spread)
+        local_speeds = batch["tokens_per_forward_pass"].masked_fill(batch["completion_reward"].isnan(), torch.nan)
+        speeds = ranks.all_gather(local_speeds).view(-1, group)
+        fastest, slowest = speeds.nan_to_num(-torch.inf).amax(1), speeds.nan_to_num(torch.inf).amin(1)
+        filters.append(fastest - slowest >= min_speed_spread)
     return torch.stack(filters).all(0)
 
 
@@ -356,21 +391,35 @@ def replace_rows(batch: Batch, source: Tensor, more: Batch, ranks: RankView) -> 
     return replaced
 
 
-def select_prompt_share(batch: Batch, share: float, group: int, ranks: RankView, generator: torch.Generator) -> float:
-    """Keeps this share of the prompts in the loss, rounded up: first those whose rewards differ, then those whose
-    equal rewards are above 0, both in random order; then the others, by decreasing mean number of steps (RLDF).
+def select_prompt_share(
+    batch: Batch,
+    share: float,
+    group: int,
+    ranks: RankView,
+    generator: torch.Generator,
+    candidates: Tensor | None = None,
+) -> Tensor:
+    """(prompts,) bool, of all processes: this share of all prompts, rounded up, as far as there are `candidates`
+    (prompts,) bool (None: all are): first those whose rewards differ, then those whose equal rewards are above 0, both
+    in random order; then the others, by decreasing mean number of steps (RLDF).
 
-    `generator` is in the same state on all processes. Returns the share of prompts kept."""
+    `generator` is in the same state on all processes."""
     local_values = torch.stack([batch["completion_reward"], scored_steps(batch)], dim=1)
     rewards, steps = ranks.all_gather(local_values).unbind(1)
     rewards, steps = rewards.view(-1, group), steps.view(-1, group).mean(1)
+
+    # A completion without a reward gets the mean of the others, which changes neither whether these differ nor their
+    # mean; a prompt without any reward counts as one whose rewards are 0.
+    rewards = torch.where(rewards.isnan(), rewards.nanmean(1, keepdim=True), rewards).nan_to_num(0.0)
 
     # 2: rewards differ; 1: they are equal and above 0; 0: the others. Within a kind, order by a number below 1.
     kinds = torch.where(rewards.std(1) > 1e-8, 2, (rewards.mean(1) > 0).long())
     drawn = torch.rand(len(kinds), generator=generator).to(steps.device)
     order = kinds + torch.where(kinds == 0, steps / (1 + steps.max()), drawn)
-    position = order.argsort(descending=True).argsort()
-    return filter_groups(batch, position < math.ceil(share * len(kinds)), group, ranks)
+    if candidates is None:
+        candidates = torch.ones_like(kinds, dtype=torch.bool)
+    position = order.masked_fill(~candidates, -1.0).argsort(descending=True).argsort()
+    return candidates & (position < math.ceil(share * len(kinds)))
 
 
 def scored_steps(batch: Batch) -> Tensor:
@@ -647,7 +696,7 @@ def loss_inputs(
         views_per_draw: `Estimator.views_per_draw`.
         blocks: those of a model with blocks, where a view contains one step of every block.
         turns: rows per completion.
-        progress: the share of the run's optimizer steps that is done.
+        progress: as in `LossInputs`.
     """
     width = batch["completion_mask"].shape[1]
 
@@ -727,6 +776,13 @@ def where_scored(inputs: LossInputs) -> Tensor:
 def mean_logps(logps: Tensor, inputs: LossInputs) -> Tensor:
     """(rows, tokens) weighted means over the views that score a token, from `logps`, the weighted sums."""
     return logps / inputs.weights.sum(1).where(where_scored(inputs), 1.0)
+
+
+def mean_entropies(entropies: Tensor, weights: Tensor) -> Tensor:
+    """(rows, canvas) weighted means over the views that score a token, 0 where none does, from `entropies`, the
+    weighted sums, and the views' `weights` (rows, views, canvas)."""
+    totals = weights.sum(1)
+    return entropies / totals.where(totals > 0, 1.0)
 
 
 def truncated_weights(sampled: Tensor, old: Tensor, inputs: LossInputs, cap: float) -> Tensor:

@@ -15,6 +15,7 @@ import contextlib
 import copy
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from inspect import signature
 from itertools import groupby, islice
@@ -32,7 +33,7 @@ from d1.files import valid_unicode_in
 from d1.models import load_model
 from d1.models.head import run_inside
 from d1.models.tokenizer import check_no_mask
-from d1.rl.batch import Batch, RolloutRecord, pad_to_width, sort_into_mini_batches
+from d1.rl.batch import Batch, RolloutRecord, has_equal_rewards, mean_entropies, pad_to_width, sort_into_mini_batches
 from d1.rl.losses import LossInputs
 from d1.rl.rewards import weighted_sum
 from d1.runs.cli import silence
@@ -41,8 +42,9 @@ from d1.runs.trainer import RunTrainer
 if TYPE_CHECKING:
     from d1.rl.sources import RolloutSource
 
-# Keys of a batch, (rows,) each: the task's accuracy, which is not a reward, and the weighted sum of the rewards.
+# Keys of a batch, (rows,) each: the task's accuracy, and the weighted sum of the rewards, NaN where none applies.
 ACCURACY, REWARD = "completion_is_right", "completion_reward"
+EQUAL_REWARDS = "frac_reward_zero_std"  # TRL's metric: the share of groups whose rewards are all equal
 
 
 class TokenLogps(NamedTuple):
@@ -74,12 +76,15 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
     mask_token_id: Any  # None for a model without one
     source: RolloutSource
     _buffered_inputs: list[Batch] | None
+    _pending_metrics: dict[str, list[float]]
+    _pending_extra_logs: dict[str, list[Any]]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         silence()  # in a notebook, too: TRL uses names that Transformers will remove
         super().__init__(*args, **kwargs)
         self.record: RolloutRecord = {}  # of the current rollout, until its batch is made
         self.row_rewards: Batch = {}  # `ACCURACY` and `REWARD`, likewise
+        self.has_missing_rewards = False  # whether any row so far, of any process, had no reward
         self.rows: list[dict[str, Any]] = []  # the current rollout's rows of the dataset
         self.rollout_fields: dict[str, list[float]] = {}  # of the current rollout, per row, for the rewards
         self.rollout_seconds: list[float] = []  # per training rollout, including its rewards and `after_rollout`
@@ -178,6 +183,11 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
         """TRL's batch of sampled and rewarded rows, with the record of the rollout and the rewards of its rows."""
         self.rows = rows
         batch = super()._generate_and_score_completions(rows)
+        if self.scale_rewards == "batch":
+            # TRL compares the rewards of all groups, and advantages are 0 where those of a group are equal.
+            group = self.num_generations if self.model.training else self.num_generations_eval
+            rewards = self.accelerator.gather(self.row_rewards[REWARD]).view(-1, group)
+            self.replace_metric(EQUAL_REWARDS, has_equal_rewards(rewards).float().mean().item())
         return batch | self.row_record() | self.row_rewards
 
     def row_record(self) -> Batch:
@@ -187,17 +197,25 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
     def _calculate_rewards(self, inputs: list[dict[str, Any]], *args: Any, **kwargs: Any) -> Tensor:
         started = time.perf_counter()
         rewards = super()._calculate_rewards(self.with_rollout_fields(inputs), *args, **kwargs)
-        watched = getattr(self.reward_funcs[-1], "only_watched", False)
-        if watched and rewards.shape[1] > 1:  # TRL drops a row if all of its rewards are NaN; the accuracy never is
-            rewards[:, -1].masked_fill_(rewards[:, :-1].isnan().all(dim=1), torch.nan)
+        self.mask_accuracy(rewards)
         # TRL returns the rewards of all processes.
-        local_rewards = rewards[self.accelerator.process_index * len(inputs) :][: len(inputs)].cpu()
+        all_rewards = rewards.cpu()
+        if all_rewards.isnan().all(dim=1).any():
+            self.has_missing_rewards = True
+        local_rewards = all_rewards[self.accelerator.process_index * len(inputs) :][: len(inputs)]
         total = weighted_sum(local_rewards, self.reward_weights.cpu())
         self.row_rewards = {REWARD: total.to(rewards.device, non_blocking=True)}
-        if watched:
+        if getattr(self.reward_funcs[-1], "only_watched", False):
             self.row_rewards[ACCURACY] = local_rewards[:, -1].to(rewards.device, non_blocking=True)
         self.log_metric("seconds/reward", time.perf_counter() - started)
         return rewards
+
+    def mask_accuracy(self, rewards: Tensor) -> None:
+        """Sets an accuracy that is only logged to NaN in the rows of `rewards` (rows, functions) to which no reward
+        applies: TRL leaves out a row if all of its rewards are NaN, and the accuracy never is."""
+        is_logged_only = getattr(self.reward_funcs[-1], "only_watched", False) and self.reward_weights[-1] == 0
+        if is_logged_only and rewards.shape[1] > 1:
+            rewards[:, -1].masked_fill_(rewards[:, :-1].isnan().all(dim=1), torch.nan)
 
     def with_rollout_fields(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The rows of the dataset with `rollout_fields`, which override columns of the same name."""
@@ -213,11 +231,19 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
 
     def rewards_and_accuracy(self, completion_ids: list[list[int]]) -> tuple[Tensor, Tensor]:
         """(rows,) each, of other completions of the current rollout's rows: `weighted_sum` of the rewards, and the last
-        of them."""
+        of them. Nothing is logged."""
         texts = self._tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
         completions: list[Any] = [[{"role": "assistant", "content": text}] for text in texts]
         prompts = [row["prompt"] for row in self.rows]
-        rewards = super()._calculate_rewards(self.with_rollout_fields(self.rows), prompts, completions, completion_ids)
+        # What functions log of these completions is dropped: TRL would log it with those of the next rollout.
+        pending = self._pending_metrics, self._pending_extra_logs
+        self._pending_metrics, self._pending_extra_logs = defaultdict(list), defaultdict(list)
+        try:
+            rows = self.with_rollout_fields(self.rows)
+            rewards = super()._calculate_rewards(rows, prompts, completions, completion_ids)
+        finally:
+            self._pending_metrics, self._pending_extra_logs = pending
+        self.mask_accuracy(rewards)
         local_rewards = rewards[self.accelerator.process_index * len(texts) :][: len(texts)].cpu()
         total = weighted_sum(local_rewards, self.reward_weights.cpu())
         return total.to(rewards.device), local_rewards[:, -1].to(rewards.device)
@@ -306,10 +332,11 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
             yield model
 
     def trl_loss(self, inputs: LossInputs, entropies: Tensor | None, batch: Batch) -> Tensor:
-        """TRL's loss on the given log-probabilities, with its KL and metrics; `entropies` (rows, canvas) are for the
-        metrics."""
+        """TRL's loss on the given log-probabilities, with its KL and metrics; `entropies` (rows, canvas), weighted sums
+        over views, are for the metrics and for `top_entropy_quantile`."""
         assert entropies is not None
-        token_logps = TokenLogps(inputs.logps, pad_to_width(entropies, inputs.mask.shape[1]))
+        entropies = mean_entropies(pad_to_width(entropies, inputs.mask.shape[1]), inputs.weights)
+        token_logps = TokenLogps(inputs.logps, entropies)
         stored = {"old_per_token_logps": inputs.old, "ref_per_token_logps": inputs.reference}
         if inputs.sampling_weights is not None:  # TRL takes (rows, tokens), and its KL does not use the advantages
             stored["advantages"] = inputs.advantages.unsqueeze(1) * inputs.sampling_weights
@@ -367,6 +394,11 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
         """Adds a value to the mean that is logged next as `name`, in an evaluation as `eval_name`."""
         mode = "train" if self.model.training else "eval"
         self._metrics[mode][name].append(value)
+
+    def replace_metric(self, name: str, value: float) -> None:
+        """Replaces the value that TRL added last to the mean that is logged as `name`."""
+        mode = "train" if self.model.training else "eval"
+        self._metrics[mode][name][-1] = value
 
 
 class EpochSampler(RepeatSampler):

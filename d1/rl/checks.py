@@ -329,6 +329,16 @@ UNSUPPORTED: dict[str, Any] = {
     "model_init_kwargs": None,
     "cast_lm_head_to_fp32": False,
     "trust_remote_code": False,
+    "entropy_coef": 0.0,
+    "use_adaptive_entropy": False,
+    "entropy_coef_min": 0.0,
+    "entropy_coef_max": 1.0,
+    "entropy_coef_delta": 0.005,
+    "entropy_target": 0.2,
+    "data_seed": None,
+    "label_smoothing_factor": 0.0,
+    "train_sampling_strategy": "random",
+    "length_column_name": "length",
 }
 for field_name, field in GRPOConfig.__dataclass_fields__.items():
     if field_name.startswith("vllm_"):
@@ -357,6 +367,15 @@ INSTEAD = {
     "bnb_4bit_quant_type": "load_in_4bit loads NF4",
     "bnb_4bit_quant_storage": "load_in_4bit loads NF4",
     "cast_lm_head_to_fp32": "the head has the dtype of the model",
+    **dict.fromkeys(
+        ("entropy_coef", "use_adaptive_entropy", "entropy_coef_min", "entropy_coef_max", "entropy_coef_delta"),
+        "entropies are computed for metrics, without a gradient",
+    ),
+    "entropy_target": "entropies are computed for metrics, without a gradient",
+    "data_seed": "seed also orders the prompts",
+    "label_smoothing_factor": "the losses of RL have no labels",
+    "train_sampling_strategy": "shuffle_dataset says whether prompts come in random order",
+    "length_column_name": "prompts are not sorted by length",
 }
 
 # Settings with a list of choices. TRL 1.16 checks its own only at the first loss. Entries that are added later count.
@@ -500,6 +519,20 @@ def about_estimator(settings: Settings) -> Iterator[str]:
             f"--estimator {settings.estimator} does not go with --objective {settings.objective}: estimators of bounds "
             f"({estimators}) give no log-probabilities, and go with objectives of bounds alone ({objectives})"
         )
+    if estimator.contiguous and LOSS_MASKS[settings.scored_tokens].has_gaps:
+        yield (
+            f"{settings.estimator} takes the first tokens of a canvas for the completion, and scored_tokens "
+            f"{settings.scored_tokens} may leave out some between them: use --scored_tokens "
+            f"{names_where(LOSS_MASKS, has_gaps=False)}"
+        )
+    reads_quantile = "top_entropy_quantile" in (objective.settings or ())
+    if reads_quantile and settings.top_entropy_quantile < 1 and not estimator.covers(views):
+        able = [name for name, entry in ESTIMATORS.items() if entry.covers(views) and entry.linear]
+        yield (
+            f"top_entropy_quantile {settings.top_entropy_quantile:g} compares the entropies of all tokens, and the "
+            f"views of {settings.estimator} may leave some out: set --top_entropy_quantile 1, or use --estimator "
+            f"{', '.join(able)}"
+        )
     if objective.per_draw and not estimator.views_per_draw(views):
         able = []
         for name, alternative in ESTIMATORS.items():
@@ -509,6 +542,33 @@ def about_estimator(settings: Settings) -> Iterator[str]:
             f"{settings.objective} takes each draw as an estimate of the whole completion: it needs --estimator "
             f"{', '.join(able)}"
         )
+
+
+def about_draws(settings: Settings) -> Iterator[str]:
+    """An estimator that draws some of all views, whose weights are the inverse of their probabilities."""
+    estimator, views = ESTIMATORS[settings.estimator], settings.view_settings()
+    objective, penalty = OBJECTIVES[settings.objective], PENALTIES[settings.kl]
+    if estimator.partial(views) and adds_kl(settings) and not penalty.per_view:
+        yield (
+            f"the penalty {settings.kl} is computed from weighted sums of log-probabilities, and with the draws of "
+            f"{settings.estimator} a weight is the inverse of a probability: use --kl "
+            f"{names_where(PENALTIES, per_view=True)}, or set --beta 0"
+        )
+    if not estimator.unequal(views):
+        return
+    why = f"counts all views alike, and {settings.estimator} draws them with unequal probabilities: set --draw_steps"
+    if not objective.weighs_views:
+        able = names_where(OBJECTIVES, weighs_views=True, per_view=True, linear=True)
+        yield f"the objective {settings.objective} {why} uniform, or use --objective {able}"
+    if adds_kl(settings) and not penalty.weighs_views:
+        able = names_where(PENALTIES, weighs_views=True, per_view=True)
+        yield f"the penalty {settings.kl} {why} uniform, or use --kl {able}, or set --beta 0"
+    reads_loss_type = "loss_type" in (objective.settings or ())
+    if adds_kl(settings) and "loss_type" in (penalty.settings or ()):
+        reads_loss_type = True
+    if reads_loss_type and settings.loss_type in MEANS and not MEANS[settings.loss_type].weighs_views:
+        able = names_where(MEANS, weighs_views=True)
+        yield f"loss_type {settings.loss_type} {why} uniform, or use --loss_type {able}"
 
 
 def about_updates(settings: Settings) -> Iterator[str]:
@@ -579,6 +639,11 @@ def about_trees(settings: Settings) -> Iterator[str]:
         yield f"{trees}, and tools make rows of turns: leave them out"
     if settings.hints != "none":
         yield f"{trees}, and hints replace rows of a group: set --hints none"
+    if settings.mask_truncated_completions:
+        yield (
+            f"{trees}, and mask_truncated_completions would also drop the edges that a truncated completion shares "
+            "with others: leave it out"
+        )
     if settings.rollout_mode == "server":
         yield f"{trees}, and rollout_mode server cannot continue rollouts: leave it out"
 
@@ -635,6 +700,13 @@ def about_advantages(settings: Settings) -> Iterator[str]:
             yield f"rollout_staleness samples before it is known which prompts are dropped, and {refills}"
         if settings.state_reward:
             yield f"state_reward reads the rows of one batch, and {refills}"
+        if settings.scale_rewards == "batch":
+            yield f"scale_rewards batch scales the advantages of one batch together, and {refills}"
+        if settings.multi_objective_aggregation == "normalize_then_sum":
+            yield (
+                "multi_objective_aggregation normalize_then_sum scales the advantages of one batch together, and "
+                f"{refills}"
+            )
         if settings.sampling_settings().edits is not None:
             yield f"edit_threshold has records of different sizes, and {refills}"
 
@@ -775,6 +847,7 @@ CONTRADICTIONS: list[Callable[[Settings], Iterator[str]]] = [
     about_servers,
     about_staleness,
     about_estimator,
+    about_draws,
     about_updates,
     about_trees,
     about_loss,
@@ -1162,6 +1235,11 @@ def check_trainer(
         raise ValueError(
             f"--hints {args.hints}: a process samples with hints what its own prompts need, which processes that each "
             "hold a part of the weights cannot: use DDP or ZeRO-2"
+        )
+    if args.branches is not None and weights_are_split:
+        raise ValueError(
+            "--branches: a process samples as often as its rows have levels, which processes that each hold a part of "
+            "the weights cannot: use DDP or ZeRO-2"
         )
     if args.sync_ref_model and weights_are_split:
         raise ValueError(

@@ -84,17 +84,15 @@ INHERITED_BY_RANGE: dict[Range, tuple[str, ...]] = {
     Range(0, 1, open_low=True): ("top_p",),
     Range(-1, integer=True): ("local_rank",),
     SEED: ("seed",),
-    SEED | None: ("data_seed",),
     POSITIVE: ("num_train_epochs", "sapo_temperature_neg", "sapo_temperature_pos"),
     POSITIVE | None: ("delta",),
     AMOUNT: (
-        *("warmup_steps", "weight_decay", "adam_epsilon", "max_grad_norm", "eval_delay", "entropy_coef_delta"),
-        *("entropy_target", "vespo_k_pos", "vespo_k_neg", "vespo_lambda_pos", "vespo_lambda_neg"),
+        *("warmup_steps", "weight_decay", "adam_epsilon", "max_grad_norm", "eval_delay"),
+        *("vespo_k_pos", "vespo_k_neg", "vespo_lambda_pos", "vespo_lambda_neg"),
     ),
     AMOUNT | None: ("neftune_noise_alpha", "epsilon_high", "off_policy_mask_threshold"),
     BELOW_ONE: ("adam_beta1", "adam_beta2", "lora_dropout"),
-    SHARE: ("label_smoothing_factor", "ref_model_mixup_alpha", "top_entropy_quantile"),
-    NUMBER: ("entropy_coef", "entropy_coef_min", "entropy_coef_max"),
+    SHARE: ("ref_model_mixup_alpha", "top_entropy_quantile"),
     replace(NUMBER, many=True) | None: ("reward_weights",),
 }
 BATCHES = {"per_device_train_batch_size": False, "per_device_eval_batch_size": True}  # name -> whether for evaluation

@@ -16,12 +16,14 @@ from d1.rl.batch import (
     completion_ids_of,
     count_scored_tokens,
     evaluating,
+    has_equal_rewards,
+    mean_entropies,
     pad_batch,
     record_and_costs,
     replace_rows,
     views_of,
 )
-from d1.rl.bridge import ACCURACY, REWARD
+from d1.rl.bridge import ACCURACY, EQUAL_REWARDS, REWARD
 from d1.rl.hints import HINTS, TRACE
 from d1.rl.losses import OBJECTIVES
 from d1.rl.rewards import SPEED
@@ -78,12 +80,15 @@ class HintedRollouts(SourceWrapper):
         batch.update(replace_rows(old, source_rows, new, ranks))
         batch["num_items_in_batch"] = count_scored_tokens(batch, ranks)
 
-        # The advantages of these groups: rewards minus their mean.
+        # The advantages of these groups: rewards minus their mean, 0 for completions without a reward.
         changed = source_rows.view(-1, group).ge(0).any(1)
         rewards = ranks.all_gather(batch[REWARD]).view(-1, group)
-        centred = torch.where(changed.unsqueeze(1), rewards - rewards.mean(1, keepdim=True), torch.nan)
+        centred = (rewards - rewards.nanmean(1, keepdim=True)).nan_to_num(0.0)
+        centred = torch.where(changed.unsqueeze(1), centred, torch.nan)
         new_advantages = ranks.local_slice(centred.flatten(), rows)
         batch["advantages"] = torch.where(new_advantages.isnan(), batch["advantages"], new_advantages)
+        # TRL counted the groups with equal rewards before some of their rows were replaced.
+        trainer.replace_metric(EQUAL_REWARDS, has_equal_rewards(rewards).float().mean().item())
         trainer.log_metric("hints/solved", changed.sum().item() / unsolved.sum().item())
         trainer.log_metric("hints/rows", source_rows.ge(0).float().mean().item())
 
@@ -119,8 +124,12 @@ class HintedRollouts(SourceWrapper):
         for name, values in record.items():
             new[name][rows] = cast(Tensor, values)
         new["completion_ids"][rows] = canvas_ids
-        ended = eos_cut(canvas_ids, trainer.eos_token_ids)
-        new["completion_mask"][rows] = ended.to(new["completion_mask"].dtype)
+        counted = eos_cut(canvas_ids, trainer.eos_token_ids)
+        if trainer.args.mask_truncated_completions:  # by TRL's rule for other rows
+            ends = (*trainer.eos_token_ids, trainer.text_tokenizer.pad_token_id)
+            is_complete = [completion[-1] in ends for completion in completions]
+            counted = counted & torch.tensor(is_complete, device=counted.device).unsqueeze(1)
+        new["completion_mask"][rows] = counted.to(new["completion_mask"].dtype)
         new["given"][rows] = canvas_ids == given_ids  # the EOS stop may have overwritten some
 
     def after_scoring(self, batch: Batch, ranks: RankView) -> None:
@@ -131,8 +140,10 @@ class HintedRollouts(SourceWrapper):
             return
         score_rows = trainer.row_scorer()
         with trainer.without_checkpointing(), evaluating(trainer.model):
-            scores = score_rows(trainer.model, batch, views_of(batch, 0), with_entropies=True)
-        batch["old_entropies"] = scores.entropies
+            views = views_of(batch, 0)
+            scores = score_rows(trainer.model, batch, views, with_entropies=True)
+        assert scores.entropies is not None
+        batch["old_entropies"] = mean_entropies(scores.entropies, views.weights)
 
 
 def choose_replacements(unsolved: Tensor, is_right: Tensor, max_rows: int, generator: Generator) -> Tensor:

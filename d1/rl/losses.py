@@ -66,7 +66,8 @@ class LossInputs:
             parent and them; -1 elsewhere, and where the view scores nothing in the row.
         sibling_positions: positions where a child with an advantage above 0 has such a token, each once per parent, per
             micro-batch, averaged over the whole rollout and all processes.
-        progress: the share of the run's optimizer steps that is done.
+        progress: the share of the run that is done: of its optimizer steps or, if that is more, of its
+            `max_compute_tokens`.
         is_right: (rows,) bool, whether the completion is right: its accuracy is 1. None if the run has no accuracy
             (`Objective.reads_right`).
     """
@@ -228,18 +229,34 @@ def mean_of_rounds(sums_RV: Tensor, inputs: LossInputs, settings: Any) -> Tensor
     return sums_RV.sum() * settings.block_length / inputs.repeated_tokens
 
 
+@dataclass(frozen=True)
+class Mean:
+    """An entry of `MEANS`.
+
+    Attributes:
+        reduce: gets sums over tokens (rows, views), the inputs and the settings, and returns a scalar.
+        weighs_views: views count by their weights. False: each view is divided by its own, so that all count alike.
+    """
+
+    reduce: Callable[[Tensor, LossInputs, Any], Tensor]
+    weighs_views: bool = True
+
+    def __call__(self, sums_RV: Tensor, inputs: LossInputs, settings: Any) -> Tensor:
+        return self.reduce(sums_RV, inputs, settings)
+
+
 # Means of sums over tokens, (rows, views). `sum`, `active`, `scored`, `rounds` and `views` are ours, the others TRL's.
 # Those over rows are means over completions: an episode's turns are added up. With the objective `trl`, which d1 has,
 # TRL divides by itself: these are for the other objectives.
-MEANS: dict[str, Callable[[Tensor, LossInputs, Any], Tensor]] = {
-    "sum": mean_of_rows,
-    "grpo": mean_of_row_means,
-    "bnpo": mean_of_micro_batch,
-    "dapo": mean_of_tokens,
-    "active": mean_of_active_rows,
-    "scored": mean_of_scored_pairs,
-    "rounds": mean_of_rounds,
-    "views": mean_of_views,
+MEANS: dict[str, Mean] = {
+    "sum": Mean(mean_of_rows),
+    "grpo": Mean(mean_of_row_means),
+    "bnpo": Mean(mean_of_micro_batch),
+    "dapo": Mean(mean_of_tokens),
+    "active": Mean(mean_of_active_rows),
+    "scored": Mean(mean_of_scored_pairs),
+    "rounds": Mean(mean_of_rounds),
+    "views": Mean(mean_of_views, weighs_views=False),
 }
 
 
@@ -267,6 +284,8 @@ class Objective:
         per_view: it uses each view's log-probabilities, not only their weighted sums.
         per_draw: it uses each draw as an estimate of the whole completion (`Estimator.views_per_draw`).
         by_view: its mean is over views, so that the views can be divided among the updates (`split_views`).
+        weighs_views: views count by their weights; False: all alike, whatever their weights. If it reads `loss_type`,
+            the mean's own `weighs_views` holds, too.
         per_row: it has one ratio or one bound per row, which must be a whole completion: no turn of an episode.
         linear: it uses log-probabilities; False: bounds computed from means over hidden tokens (`Estimator.linear`).
         reads_steps: it reads `LossInputs.reveal_steps`, so that each token must have been revealed once and kept.
@@ -286,6 +305,7 @@ class Objective:
     per_view: bool = False
     per_draw: bool = False
     by_view: bool = False
+    weighs_views: bool = True
     per_row: bool = False
     linear: bool = True
     reads_steps: bool = False
@@ -323,13 +343,15 @@ class Penalty:
     Attributes:
         value: returns the penalty of one micro-batch, a scalar.
         to: whose log-probabilities it compares with the policy's. "reference" needs a reference model.
-        settings, by_view, per_row, reads_steps: as in `Objective`.
+        settings, per_view, by_view, weighs_views, per_row, reads_steps: as in `Objective`.
     """
 
     value: Callable[[LossInputs, Any], Tensor]
     to: Literal["reference", "old"] = "reference"
     settings: tuple[str, ...] | None = None
+    per_view: bool = False
     by_view: bool = False
+    weighs_views: bool = True
     per_row: bool = False
     reads_steps: bool = False
 
@@ -372,6 +394,10 @@ class Advantage:
             once per rollout, in one draw of the run's estimator that no update uses.
         settings: the settings that it reads; setting another one is an error. None: unknown.
         kept_only: it gets only the groups with a completion in the loss; the advantages of the others are 0.
+        over_rollout: it computes over all groups together. Then `AdvantageInputs.advantages` is NaN for completions to
+            which no reward applies, and it must leave them out. False: it computes each group by itself, and gets a
+            group in which some completions have no reward alone and without these, or not at all if fewer than two are
+            left. In both cases the advantage of a completion without a reward is 0.
     """
 
     of: Callable[..., Tensor] | None
@@ -379,6 +405,7 @@ class Advantage:
     reads: tuple[str, ...] = ()
     settings: tuple[str, ...] | None = None
     kept_only: bool = False
+    over_rollout: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.reads, str) or not {*self.reads} <= {*BOUND_MODELS}:
@@ -489,7 +516,7 @@ OBJECTIVES: dict[str, Objective] = {
         own_kl="k3",
         settings=(
             *("loss_type", *CLIP, "sampling_weight_cap", "importance_sampling_level", "top_entropy_quantile"),
-            *("entropy_coef", "use_adaptive_entropy", "off_policy_mask_threshold"),
+            "off_policy_mask_threshold",
         ),
         idle=CLIP,
     ),
@@ -525,7 +552,7 @@ def k3(inputs: LossInputs, settings: Any) -> Tensor:
 
 
 PENALTIES: dict[str, Penalty] = {
-    "k3": Penalty(k3, settings=("loss_type",), by_view=True),
+    "k3": Penalty(k3, settings=("loss_type",), per_view=True, by_view=True),
 }
 
 

@@ -190,12 +190,14 @@ def check_rewards(task: ModuleType, rows: Dataset, name: str) -> None:
 
 
 def weighted_sum(rewards: Tensor, weights: Tensor) -> Tensor:
-    """(rows,) weighted sums of rewards (rows, functions); NaN, which stands for None, adds nothing.
+    """(rows,) weighted sums of rewards (rows, functions); NaN, which stands for None, adds nothing. The sum of a row
+    to which no reward applies is NaN.
 
     Raises:
         RewardError: a sum is not finite as float32. TRL would continue with advantages of 0.
     """
-    without = int(rewards.isnan().all(dim=1).sum())
+    is_missing = rewards.isnan().all(dim=1)
+    without = int(is_missing.sum())
     if without:
         logger.warning("%d of %d completions are left out, because no reward applies to them.", without, len(rewards))
     sums = (rewards * weights).nansum(dim=1)
@@ -204,4 +206,4 @@ def weighted_sum(rewards: Tensor, weights: Tensor) -> Tensor:
             f"the rewards {rewards[row].tolist()} of row {row} with weights {weights.tolist()} sum to "
             f"{sums[row].item()}, which is not finite as float32: make the rewards or --reward_weights smaller"
         )
-    return sums
+    return sums.masked_fill(is_missing, math.nan)

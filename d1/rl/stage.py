@@ -31,6 +31,7 @@ from d1.models.tokenizer import (
     encode_prompts,
     render_prompt,
 )
+from d1.rl.bridge import EQUAL_REWARDS
 from d1.rl.checks import (
     ON_RESUME,
     check_config,
@@ -331,7 +332,6 @@ def flag_words(flags: Mapping[str, Any]) -> list[str]:
 
 # --- Runs whose groups never differ -----------------------------------------------------------------------------------
 
-EQUAL = "frac_reward_zero_std"  # TRL's name of the share of groups whose rewards are all equal
 ADVICE = (
     "take problems that the model solves sometimes, raise --temperature or --num_generations, or check that rewards "
     "read the answers"
@@ -340,7 +340,7 @@ ADVICE = (
 
 def never_differed(log_history: Sequence[Mapping[str, Any]]) -> bool:
     """Whether the rewards were equal within every group that these logs tell of, at least one."""
-    shares = [log[EQUAL] for log in log_history if EQUAL in log]
+    shares = [log[EQUAL_REWARDS] for log in log_history if EQUAL_REWARDS in log]
     return bool(shares) and min(shares) == 1
 
 
@@ -348,8 +348,8 @@ class WatchGroups(TrainerCallback):
     """Warns while no group's rewards differ: at the first log, and each time the number of such logs has doubled."""
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        logs = sum(EQUAL in log for log in state.log_history)
-        if not state.is_world_process_zero or EQUAL not in state.log_history[-1] or logs & (logs - 1):
+        logs = sum(EQUAL_REWARDS in log for log in state.log_history)
+        if not state.is_world_process_zero or EQUAL_REWARDS not in state.log_history[-1] or logs & (logs - 1):
             return
         if never_differed(state.log_history):
             logger.warning(
@@ -364,7 +364,7 @@ def learnt_nothing(folder: Path) -> list[str]:
     state = read_state(folder)
     if not never_differed(state.log_history):
         return []
-    last = next(log for log in reversed(state.log_history) if EQUAL in log)
+    last = next(log for log in reversed(state.log_history) if EQUAL_REWARDS in log)
     return [
         f"Nothing was learnt: up to the last step, {state.global_step}, the rewards were equal within every group, so "
         f"that all advantages were 0. The last mean reward is {last.get('reward', math.nan):g}. Before the next run: "

@@ -185,6 +185,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         self.source.connect(self)
         # Of training, a sum on the device: `Scores.compute` and the rollouts' forward tokens.
         self.computed_tokens: Any = 0
+        self.budget_share = 0.0  # the share of `max_compute_tokens` spent before the current step
 
     def check_completions(self, args: DiffuGRPOConfig, has_rollout_func: bool, environments: Any) -> None:
         """Raises ValueError for settings that do not fit how completions are made: of one canvas each."""
@@ -389,21 +390,33 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         args = self.args
 
         # Which prompts count.
-        if args.drops_prompts and self.mode == "train":
-            kept = filter_groups(batch, self.prompts_to_keep(batch, ranks), self.group, ranks)
-            self.log_metric("prompts_kept", kept)
-        if args.prompt_share < 1 and self.mode == "train":
-            generator = self.shared_generator("prompt_share", len(batch["advantages"]))
-            kept = select_prompt_share(batch, args.prompt_share, self.group, ranks, generator)
-            self.log_metric("prompts_kept", kept)
+        if self.mode == "train":
+            kept: Tensor | None = None
+            if args.drops_prompts:
+                kept = self.prompts_to_keep(batch, ranks)
+            if args.prompt_share < 1:
+                generator = self.shared_generator("prompt_share", len(batch["advantages"]))
+                kept = select_prompt_share(batch, args.prompt_share, self.group, ranks, generator, candidates=kept)
+            if kept is not None:
+                self.log_metric("prompts_kept", filter_groups(batch, kept, self.group, ranks))
 
         # Their advantages.
         in_loss = batch["completion_mask"].bool().any(1)
         bounds = {}
         if ADVANTAGES[args.advantage].reads and self.group > 1:
             bounds = self.bounds(batch, ranks)
+        missing = None
+        if self.has_missing_rewards:
+            missing = batch[REWARD].isnan()
         batch["advantages"] = transform_advantages(
-            batch["advantages"], args.advantage, self.group, ranks, bounds=bounds, settings=args, in_loss=in_loss
+            batch["advantages"],
+            args.advantage,
+            self.group,
+            ranks,
+            bounds=bounds,
+            settings=args,
+            in_loss=in_loss,
+            missing=missing,
         )
 
     def bounds(self, batch: Batch, ranks: RankView) -> dict[str, Tensor]:
@@ -489,8 +502,9 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         A view's share of the reward is [r + lam (r - r_v)] / (1 + lam), with lam = `state_reward`. Here r is the
         completion's reward, and r_v the reward of the completion in which each token hidden by the view is the most
         likely one. The advantage is this share minus its mean over the prompt's completions in the view with the same
-        number (EGSPO-SA, arXiv 2603.12554). For a block-causal model, the state of a block contains the earlier blocks
-        in their final form.
+        number (EGSPO-SA, arXiv 2603.12554). If no reward applies to the completion or to the one of its state, the
+        advantage is 0, and the means leave it out. For a block-causal model, the state of a block contains the earlier
+        blocks in their final form.
         """
         lam = self.args.state_reward
         scoring = batch["view_weights"].ne(0).any(-1).any(1)  # (rows, views)
@@ -603,7 +617,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
             views_per_draw=args.views_per_draw,
             blocks=self.blocks,
             turns=self.rows_per_completion,
-            progress=self.state.global_step / max(self.state.max_steps, 1),
+            progress=max(self.state.global_step / max(self.state.max_steps, 1), min(self.budget_share, 1.0)),
         )
 
         # The objective: TRL's, whose mean is over completions, or ours. Trainer sums the micro-batches of a step, so
@@ -614,6 +628,9 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
             loss = self.trl_loss(inputs, scores.entropies, batch)
             if args.loss_type in TRLS_OVER_ROWS:
                 loss = loss * self.rows_per_completion
+            if not ESTIMATORS[args.estimator].covers(args.view_settings()):
+                # TRL's mean has tokens that no view scores, with an entropy of 0.
+                self.replace_metric("entropy", mean_entropy(inputs, scores.entropies, gather))
         else:
             loss, metrics = objective(inputs, args)
             loss = loss / accumulated
@@ -860,6 +877,7 @@ class StopAtCompute(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, lr_scheduler: Any = None, **kwargs: Any) -> None:
         self.spent = self.trainer.total_computed_tokens()
+        self.trainer.budget_share = self.spent / self.budget
         if args.lr_scheduler_type.value == "linear":
             scheduler = getattr(lr_scheduler, "scheduler", lr_scheduler)  # Accelerate wraps it
             scheduler.lr_lambdas = [lambda step: self.budget_left()] * len(scheduler.lr_lambdas)
@@ -870,6 +888,7 @@ class StopAtCompute(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         before, self.spent = self.spent, self.trainer.total_computed_tokens()
+        self.trainer.budget_share = self.spent / self.budget
         for share in self.shares:
             if before < share * self.budget <= self.spent:  # equal on all processes, unlike what they see on disk
                 self.save_aside(saved_at(args.output_dir, share))

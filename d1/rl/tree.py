@@ -127,11 +127,6 @@ class TreeRollouts(SourceWrapper):
         """ValueError if the source, the sampler or the model cannot continue rollouts."""
         check_trees(trainer.sampling, trainer.model.config)
         require_continuing(self.source, trainer.sampling, trainer.model.config, "--branches")
-        if trainer.samples_in_step:
-            raise ValueError(
-                "--branches: processes that each hold a part of the weights would make different numbers of forward "
-                "passes: use DDP, ZeRO-2, or ZeRO-3 with ds3_gather_for_generation"
-            )
         super().connect(trainer)
 
     def sample(self, request: RolloutRequest) -> Rollout:

@@ -34,6 +34,11 @@ def draws_some(settings: ViewSettings) -> bool:
     return settings.num_views is not None
 
 
+def draws_all(settings: ViewSettings) -> bool:
+    """Whether `num_views` is unset, so that all views are scored."""
+    return settings.num_views is None
+
+
 def one_view(settings: ViewSettings) -> int:
     return 1
 
@@ -85,6 +90,10 @@ class Estimator:
         partial: whether a draw scores only some of the tokens, with the inverse of their probability to be drawn as
             weights. Such weights must multiply the loss of each view: in a ratio of weighted sums they would be
             exponents.
+        unequal: whether views are drawn with unequal probabilities, whose inverse is in their weights: a mean that
+            counts all views alike would be biased towards likely ones.
+        contiguous: whether the tokens that count must be the first of the canvas, without gaps (`LossMask.has_gaps`).
+        covers: whether every token that counts is scored in at least one view. False: random views may leave some out.
         reads: which of `reveal_steps`, `logps` and `entropies` of `SampledRows` the views depend on: a rollout that
             lacks one of these is refused.
         as_sampled: whether each token is scored once, in the state in which it was revealed, so that the record of the
@@ -107,6 +116,9 @@ class Estimator:
     uniform_noise: bool = False
     clean_prompt: bool = False
     partial: SettingsTest = never
+    unequal: SettingsTest = never
+    contiguous: bool = False
+    covers: SettingsTest = never
     reads: Callable[[ViewSettings], tuple[str, ...]] = no_record
     as_sampled: SettingsTest = never
     causal_first: bool = False

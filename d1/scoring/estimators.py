@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from d1.scoring import accepted, elbo, one_step, replay
 from d1.scoring.entry import Estimator as Estimator
-from d1.scoring.entry import draws_some, one_per_draw, one_view, reveal_steps
+from d1.scoring.entry import always, draws_all, draws_some, one_per_draw, one_view, reveal_steps
 from d1.scoring.inputs import ViewSettings
 
 
@@ -19,8 +19,16 @@ def steps_and_entropies(settings: ViewSettings) -> tuple[str, ...]:
     return ("reveal_steps",)
 
 
+def draws_by_entropy(settings: ViewSettings) -> bool:
+    return draws_some(settings) and settings.draw_steps == "entropy"
+
+
 def hides_prompt(settings: ViewSettings) -> bool:
     return settings.p_mask_prompt > 0
+
+
+def draws_pairs(settings: ViewSettings) -> bool:
+    return settings.antithetic
 
 
 def draws_and_pairs(settings: ViewSettings) -> int:
@@ -33,16 +41,18 @@ def one_or_its_pair(settings: ViewSettings) -> int:
 
 ESTIMATORS: dict[str, Estimator] = {
     # The only view hides the whole canvas: it is random only if prompt tokens are hidden, too.
-    "one_step": Estimator(one_step.draw_one_step, draws=hides_prompt, causal_first=True, settings=()),
+    "one_step": Estimator(one_step.draw_one_step, draws=hides_prompt, covers=always, causal_first=True, settings=()),
     "elbo": Estimator(
         elbo.draw,
         views=draws_and_pairs,
+        covers=draws_pairs,
         views_per_draw=one_or_its_pair,
         settings=("num_views", "antithetic", "stratified"),
     ),
     "espo": Estimator(
         elbo.draw_espo,
         views=draws_and_pairs,
+        covers=draws_pairs,
         views_per_draw=one_or_its_pair,
         settings=("num_views", "antithetic", "stratified"),
     ),
@@ -55,6 +65,8 @@ ESTIMATORS: dict[str, Estimator] = {
         replays_writes=True,
         clean_prompt=True,
         partial=draws_some,
+        unequal=draws_by_entropy,
+        covers=draws_all,
         reads=steps_and_entropies,
         as_sampled=lambda settings: settings.segment_steps in (None, 1),
         causal_first=True,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from d1.rl.methods.entry import Page, Trained
 from d1.rl.methods.shared import canvas, method
 from d1.scoring import Estimator
+from d1.scoring.entry import always
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,7 +49,7 @@ def draw_coupled(sampled: SampledRows, random: Randomness, settings: ViewSetting
     return coupled_views(hidden_prompt, half, share, sampled.scored)
 
 
-ESTIMATORS = {"coupled": Estimator(draw_coupled, lambda settings: 3, settings=())}
+ESTIMATORS = {"coupled": Estimator(draw_coupled, lambda settings: 3, covers=always, settings=())}
 
 
 METHOD = method(

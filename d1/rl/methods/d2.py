@@ -15,7 +15,7 @@ from d1.rl.methods.d1 import D1_TRAINED
 from d1.rl.methods.entry import Page
 from d1.rl.methods.shared import canvas, method
 from d1.scoring import Estimator
-from d1.scoring.entry import reveal_steps
+from d1.scoring.entry import always, reveal_steps
 
 if TYPE_CHECKING:
     from d1.scoring import Randomness, SampledRows, Views, ViewSettings
@@ -49,6 +49,7 @@ ESTIMATORS = {
         number_of_segments,
         replays=True,
         replays_writes=True,
+        covers=always,
         reads=reveal_steps,
         settings=("segments",),
     ),

@@ -80,6 +80,7 @@ ESTIMATORS = {
         draw_opposite_masks,
         two_per_draw,
         partial=always,
+        covers=always,
         settings=("num_views",),
     ),
 }

@@ -45,12 +45,13 @@ OBJECTIVES = {
         clipped_steps,
         per_view=True,
         by_view=True,
+        weighs_views=False,
         view_advantages=True,
         settings=(*CLIP, "state_reward"),
         idle=CLIP,
     ),
 }
-PENALTIES = {"k3_steps": Penalty(k3_steps, settings=(), by_view=True)}
+PENALTIES = {"k3_steps": Penalty(k3_steps, settings=(), per_view=True, by_view=True, weighs_views=False)}
 
 
 EGSPO: dict[str, Any] = dict(

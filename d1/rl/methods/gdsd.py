@@ -16,7 +16,7 @@ from d1.rl.methods.entry import Page, Trained
 from d1.rl.methods.espo import ESPO_OPTIMIZER
 from d1.rl.methods.shared import canvas, method
 from d1.scoring import Estimator
-from d1.scoring.entry import two_per_draw
+from d1.scoring.entry import always, two_per_draw
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -66,6 +66,7 @@ ESTIMATORS = {
     "complements": Estimator(
         draw_complements,
         two_per_draw,
+        covers=always,
         views_per_draw=lambda settings: 2,
         settings=("num_views", "stratified"),
     ),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from d1.rl.methods.entry import Page, Trained
 from d1.rl.methods.shared import CONSTANT, method
 from d1.scoring import Estimator
-from d1.scoring.entry import draws_some, never
+from d1.scoring.entry import draws_all, draws_some, never
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -79,6 +79,7 @@ ESTIMATORS = {
         draws=never,
         clean_prompt=True,
         partial=draws_some,
+        covers=draws_all,
         reads=lambda settings: ("logps",) if settings.num_views is not None else (),
         as_sampled=lambda settings: settings.block_length == 1,
         causal_first=True,

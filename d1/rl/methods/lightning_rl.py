@@ -46,8 +46,9 @@ def clipped_views_nll(inputs: LossInputs, settings: Any) -> Loss:
 
 def standardised_batch(advantages: Tensor) -> Tensor:
     """Advantages minus their mean, divided by their standard deviation (divisor n - 1), over all groups together; 0
-    where the deviation is 0 (LightningRL)."""
-    return ((advantages - advantages.mean()) / advantages.std()).nan_to_num(0.0, 0.0, 0.0)
+    where the deviation is 0 (LightningRL). NaN, a completion without a reward, is left out."""
+    rewarded = advantages[~advantages.isnan()]
+    return ((advantages - rewarded.mean()) / rewarded.std()).nan_to_num(0.0, 0.0, 0.0)
 
 
 OBJECTIVES = {
@@ -60,7 +61,9 @@ OBJECTIVES = {
         idle=CLIP,
     ),
 }
-ADVANTAGES = {"standardised_batch": Advantage(standardised_batch, settings=(), centred=False, kept_only=True)}
+ADVANTAGES = {
+    "standardised_batch": Advantage(standardised_batch, settings=(), centred=False, kept_only=True, over_rollout=True),
+}
 
 
 METHOD = method(

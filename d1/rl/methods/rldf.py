@@ -105,8 +105,14 @@ ESTIMATORS = {
         settings=("num_views",),
     ),
 }
-OBJECTIVES = {"rldf": Objective(rldf, reads_old=False, per_view=True, by_view=True, reads_steps=True, settings=())}
-PENALTIES = {"k3_likely": Penalty(k3_likely, settings=(), by_view=True, reads_steps=True)}
+OBJECTIVES = {
+    "rldf": Objective(
+        rldf, reads_old=False, per_view=True, by_view=True, weighs_views=False, reads_steps=True, settings=()
+    ),
+}
+PENALTIES = {
+    "k3_likely": Penalty(k3_likely, settings=(), per_view=True, by_view=True, weighs_views=False, reads_steps=True),
+}
 ADVANTAGES = {"floored": Advantage(floored, settings=())}
 
 

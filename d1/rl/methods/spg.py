@@ -140,7 +140,7 @@ def spg(inputs: LossInputs, settings: Any) -> Loss:
 # The estimator and the settings of the bounds are StableDRL's, too.
 BOUND = ("eubo_beta", "eubo_share")
 ESTIMATORS = {
-    "spg": Estimator(draw_blocks, one_per_draw, linear=False, settings=("num_views",)),
+    "spg": Estimator(draw_blocks, one_per_draw, linear=False, contiguous=True, settings=("num_views",)),
 }
 OBJECTIVES = {
     "spg": Objective(

@@ -27,7 +27,9 @@ def k3_to_old(inputs: LossInputs, settings: Any) -> Tensor:
     return (per_token_RVT * inputs.scored).sum() / inputs.scoring_views
 
 
-PENALTIES = {"k3_to_old": Penalty(k3_to_old, to="old", settings=(), by_view=True)}
+PENALTIES = {
+    "k3_to_old": Penalty(k3_to_old, to="old", settings=(), per_view=True, by_view=True, weighs_views=False),
+}
 
 
 TRACERL: dict[str, Any] = dict(

@@ -221,7 +221,7 @@ REFUSED = [
     ({"method": "egspo-sa", "right_share": [0.2, 0.8], "refills": 1}, "state_reward reads .* set --refills 0"),
     ({"method": "tracerl", "loss_type": "grpo"}, "some of a row's views, but clipped_views with loss_type grpo"),
     ({"split_views": True}, "some of a row's views, but trl with loss_type bnpo needs all"),
-    ({"method": "egspo", "kl": "k2_draws"}, "k2_draws with .* --kl k3, k3_to_old, k3_steps, k3_likely, .*, k3_again"),
+    ({"method": "tracerl", "kl": "k2_draws"}, "k2_draws with .* --kl k3, k3_to_old, k3_steps, k3_likely, .*, k3_again"),
     ({"method": "egspo-sa", "objective": "clipped_views"}, "egspo-sa .* reads none of it: .*--objective clipped_steps"),
     ({"method": "egspo-sa", "split_views": False}, "state_reward needs one draw of views for all updates"),
     ({"score_as_sampled": True, "temperature": 0.0}, "at temperature 0 each token has probability 1"),
@@ -229,6 +229,39 @@ REFUSED = [
     ({"method": "d2", "cfg_scale": 1.0}, "segments scores tokens in the sampler's states .* set --cfg_scale 0"),
     ({"loss_type": "vespo", "sampling_weight_cap": 2.0}, "sampling_weight_cap weighs single tokens and vespo"),
     ({"method": "agrpo", "p_mask_prompt": 0.1}, "replay scores tokens given the whole prompt"),
+    # Drawn views, and what counts them
+    ({"method": "tracerl", "num_views": 4, "draw_steps": "entropy"}, "k3_to_old counts all views alike, and replay dr"),
+    (
+        {"method": "cj-grpo", "num_views": 4, "draw_steps": "entropy"},
+        "loss_type views counts all views alike, .* set --draw_steps uniform, or use --loss_type sum, grpo, bnpo, ",
+    ),
+    ({"method": "egspo", "draw_steps": "entropy"}, "objective clipped_steps counts all views alike, and replay draws"),
+    (
+        {"method": "agrpo-entropy", "beta": 0.1, "kl": "k3_to_old"},
+        "penalty k3_to_old counts all views alike, and replay .*: set --draw_steps uniform, .* --kl k3, k3_per_canvas",
+    ),
+    ({"method": "agrpo", "beta": 0.1, "kl": "k3_kept"}, "penalty k3_kept is computed from weighted sums .* --kl k3, "),
+    ({"method": "agrpo", "beta": 0.1, "kl": "k2_sequence"}, "penalty k2_sequence is computed from weighted sums"),
+    (
+        {"method": "spg", "scored_tokens": "unpadded"},
+        "unpadded may leave out some .* --scored_tokens ended, text, drawn",
+    ),
+    ({"method": "stable-drl", "scored_tokens": "steps"}, "spg takes the first tokens of a canvas for the completion"),
+    # Refills
+    (
+        {"right_share": [0.2, 0.8], "refills": 1, "scale_rewards": "batch"},
+        "scale_rewards batch scales the advantages of one batch together, and refills 1 .* set --refills 0",
+    ),
+    (
+        {"method": "lightning-rl", "refills": 1},
+        "normalize_then_sum scales the advantages of one batch together, and re",
+    ),
+    # Entropies of all tokens
+    (
+        {"method": "gdpo", "top_entropy_quantile": 0.2},
+        "views of gauss may leave some out: .* --estimator one_step, rep",
+    ),
+    ({"method": "espo", "antithetic": False, "top_entropy_quantile": 0.2}, "views of espo may leave some out"),
     # What would do nothing
     ({"num_views": 3}, "the estimator one_step does not read it; elbo, espo, counts, .* would"),
     ({"method": "cj-grpo", "draw_steps": "entropy"}, "would do nothing: replay scores every step unless num_views"),

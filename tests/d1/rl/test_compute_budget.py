@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
+from d1.rl.batch import loss_inputs
 from d1.rl.trainer import DiffuGRPOTrainer, StopAtCompute, budget_exhausted, saved_at
 from tests.tiny_grpo import clockless, logged, make_method, make_trainer, method_settings, weights
 
@@ -170,6 +171,24 @@ def test_a_linear_rate_falls_with_the_compute_spent_to_0_at_the_budget_and_resum
     assert clockless(resumed.state.log_history) == clockless(whole.state.log_history)
     for name, value in weights(whole.model).items():
         assert torch.equal(value, weights(resumed.model)[name]), name
+
+
+def test_a_schedule_of_the_loss_follows_the_budget_of_a_run_that_it_ends(tiny_model_dir, tmp_path, monkeypatch):
+    """As long as more of the budget is spent than of the steps are done, which stay far from their maximum."""
+    met = []
+
+    def recorded(*args, progress, **options):
+        met.append(progress)
+        return loss_inputs(*args, progress=progress, **options)
+
+    monkeypatch.setattr("d1.rl.trainer.loss_inputs", recorded)
+    options = {"max_steps": 1000, "max_compute_tokens": 20_000, "lr_scheduler_type": "constant"}
+    trainer = make_method(tiny_model_dir, tmp_path, "d-treerpo", **options)
+    trainer.add_callback(StopAtCompute(trainer, 20_000))
+    trainer.train()
+    spent = [entry["compute_tokens"] for entry in logged(trainer)]
+    assert len(spent) > 5
+    assert met == [0.0, *(tokens / 20_000 for tokens in spent[:-1])]
 
 
 def test_processes_spend_one_budget_together(tmp_path):

@@ -36,7 +36,7 @@ def trained(model_dir, folder, **changes):
         {"method": "egspo", "num_views": 3},
         {"method": "trajectory", "num_views": 3},
         {"method": "dipo", "right_share": None, "segment_steps": 2},
-        {"method": "trajectory", "split_views": True, "loss_type": "views"},
+        {"method": "trajectory", "draw_steps": "uniform", "split_views": True, "loss_type": "views"},
         {"method": "d2"},
     ],
     ids=lambda changes: changes["method"],

@@ -15,6 +15,7 @@ from d1.rl.hints import HINTS, Hint
 from d1.rl.losses import OBJECTIVES, PENALTIES, LossInputs
 from d1.rl.methods.igpo import draw_chunks, kept_tokens, place_chunks
 from d1.rl.rewards import SPEED
+from d1.rl.stage import WatchGroups, never_differed
 from d1.rl.trainer import DiffuGRPOTrainer
 from tests.losses import settings, trl_loss, trl_trainer
 from tests.rounding import LOGITS, assert_near
@@ -249,6 +250,42 @@ def test_entropies_of_given_tokens_are_those_of_a_canvas_that_is_all_hidden(hint
         logps = logits.log_softmax(-1)
         entropies = -(logps.exp() * logps).sum(-1)
         assert_near(batch["old_entropies"][row].double(), entropies, least=LOGITS)
+
+
+def test_a_run_that_learns_from_hints_is_not_said_to_learn_nothing(tiny_model_dir, tmp_path, caplog):
+    """The only reward is the accuracy: each group is wrong until hints replace some of its rows."""
+
+    def reward(completions, letter, **columns):
+        return repeats_letter(completions, letter)
+
+    trainer = make_method(tiny_model_dir, tmp_path, "igpo", max_steps=2, reward=[reward, repeats_letter])
+    trainer.add_callback(WatchGroups())
+    trainer.train()
+    batch = torch.cat([batch["advantages"] for batch in rollout_buffer(trainer)])
+    assert batch.any()
+    assert logged(trainer)[0]["hints/unsolved"] == 1
+    assert logged(trainer)[0]["hints/solved"] == 1
+    assert logged(trainer)[0]["frac_reward_zero_std"] == 0
+    assert not never_differed(trainer.state.log_history)
+    assert "does not learn" not in caplog.text
+
+
+def test_truncated_completions_with_hints_are_masked_like_the_others(tiny_model_dir, tmp_path):
+    class Kept(DiffuGRPOTrainer):
+        def after_rollout(self, batch):
+            super().after_rollout(batch)
+            self.batches = [*getattr(self, "batches", []), batch]
+
+    options = {"max_steps": 4, "num_iterations": 1, "mask_truncated_completions": True, "ends": (2, 25, 28, 32)}
+    trainer = make_method(tiny_model_dir, tmp_path, "igpo", Kept, **options)
+    trainer.train()
+    ends, counted = torch.tensor([2, 25, 28, 32]), []
+    for batch in trainer.batches:
+        is_complete = torch.isin(batch["canvas_ids"], ends).any(1)
+        assert torch.equal(batch["completion_mask"].bool().any(1), is_complete)
+        if "given" in batch:
+            counted += is_complete[batch["given"].any(1)].tolist()
+    assert {*counted} == {True, False}
 
 
 def test_without_wrong_groups_a_run_is_the_same_with_hints(tiny_model_dir, tmp_path):

@@ -70,6 +70,7 @@ def test_prompts_of_one_speed_or_without_a_right_completion_are_dropped():
     batch = {
         "completion_is_right": torch.tensor([1.0, 1, 0, 1, 0, 0, 1, 0, 1, 1]),
         "tokens_per_forward_pass": torch.tensor([2.0, 2.5, 2, 2, 1, 3, 2, 2.25, 2, 2.125]),
+        "completion_reward": torch.ones(10),
         "completion_mask": torch.ones(10, 3, dtype=torch.long),
         "advantages": torch.ones(10),
     }

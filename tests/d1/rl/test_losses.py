@@ -370,6 +370,36 @@ def test_a_row_that_is_out_of_the_loss_moves_nothing(objective):
 # --- KL penalties -----------------------------------------------------------------------------------------------------
 
 
+def with_doubled_view(inputs):
+    """The first view of each row with twice its weights."""
+    factor = torch.ones(inputs.weights.shape[1], 1, dtype=inputs.weights.dtype)
+    factor[0] = 2
+    return replace(inputs, weights=inputs.weights * factor)
+
+
+@pytest.mark.parametrize("name", PENALTIES)
+def test_a_penalty_says_whether_weights_weigh_its_views(name):
+    inputs, run = random_inputs(), settings(loss_type="sum")
+    found, doubled = PENALTIES[name](inputs, run), PENALTIES[name](with_doubled_view(inputs), run)
+    assert PENALTIES[name].weighs_views == (abs(found.item() - doubled.item()) > 1e-6)
+
+
+@pytest.mark.parametrize("name", ["clipped_views", "clipped_steps", "rldf", "clipped_view_means", "reinforce"])
+def test_an_objective_says_whether_weights_weigh_its_views(name):
+    inputs, run = random_inputs(), settings(loss_type="sum")
+    found, doubled = OBJECTIVES[name](inputs, run)[0], OBJECTIVES[name](with_doubled_view(inputs), run)[0]
+    assert OBJECTIVES[name].weighs_views == (abs(found.item() - doubled.item()) > 1e-6)
+
+
+@pytest.mark.parametrize("name", MEANS)
+def test_a_mean_says_whether_weights_weigh_views(name):
+    """Of the gains of `clipped_views`, which are multiplied by the weights."""
+    inputs, run = random_inputs(), settings(loss_type=name)
+    loss = OBJECTIVES["clipped_views"]
+    found, doubled = loss(inputs, run)[0], loss(with_doubled_view(inputs), run)[0]
+    assert MEANS[name].weighs_views == (abs(found.item() - doubled.item()) > 1e-6)
+
+
 @pytest.mark.parametrize("loss_type", MEANS)
 def test_k3_is_its_formula(loss_type):
     check("k3", random_inputs(views=4), settings(loss_type=loss_type))

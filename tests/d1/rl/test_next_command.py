@@ -15,9 +15,10 @@ from trl import ModelConfig
 from d1.eval import run as evaluation
 from d1.models.kinds import native_config
 from d1.rl import train
+from d1.rl.bridge import EQUAL_REWARDS
 from d1.rl.config import DiffuGRPOConfig
 from d1.rl.methods import METHODS, Trained
-from d1.rl.stage import EQUAL, flag_words, learnt_nothing, never_differed, next_command
+from d1.rl.stage import flag_words, learnt_nothing, never_differed, next_command
 from tests.commands import ROOT
 
 POCKET = ROOT / "pocket" / "base"
@@ -129,7 +130,7 @@ def test_flags_become_words() -> None:
     [([], False), ([None], False), ([1.0, None, 1.0], True), ([1.0, 0.875], False), ([0.0], False)],
 )
 def test_a_run_learnt_nothing_if_no_group_ever_differed(shares: list[float | None], expected: bool) -> None:
-    logs = [{"loss": 0.0} if share is None else {EQUAL: share} for share in shares]
+    logs = [{"loss": 0.0} if share is None else {EQUAL_REWARDS: share} for share in shares]
     assert never_differed(logs) == expected
 
 
@@ -147,7 +148,7 @@ def test_a_run_whose_rewards_never_differ_says_so_while_it_runs_and_at_its_end(
     assert any(text.startswith("Until step 1 the rewards were equal") for text in caplog.messages)
     state = tmp_path / "run" / "trainer_state.json"
     fields = json.loads(state.read_text())
-    fields["log_history"][0][EQUAL] = 0.5
+    fields["log_history"][0][EQUAL_REWARDS] = 0.5
     state.write_text(json.dumps(fields))
     assert learnt_nothing(tmp_path / "run") == []
 
@@ -191,6 +192,11 @@ def test_a_setting_that_nothing_reads_names_the_one_that_does() -> None:
         ({"generation_batch_size": 6}, "rollout_batch_size says how many completions a device samples at once"),
         ({"use_vllm": True}, "rollout_mode server"),
         ({"max_tool_calling_iterations": 3}, "max_turns"),
+        ({"entropy_coef": 0.5}, "entropies are computed for metrics, without a gradient"),
+        ({"use_adaptive_entropy": True}, "entropies are computed for metrics, without a gradient"),
+        ({"data_seed": 5}, "seed also orders the prompts"),
+        ({"label_smoothing_factor": 0.1}, "the losses of RL have no labels"),
+        ({"train_sampling_strategy": "group_by_length"}, "shuffle_dataset says whether prompts"),
         ({"model_init_kwargs": {"dtype": "float32"}}, "dtype, attn_implementation and load_in_4bit"),
     ):
         with pytest.raises(ValueError, match=f"would be ignored here: leave it at .*; .*{right}"):

@@ -9,7 +9,7 @@ import json
 import math
 import re
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,11 +17,16 @@ import pytest
 import torch
 from trl import ModelConfig
 
+from d1.masking import keyed_generator
 from d1.rl import train as diffu_grpo_train
+from d1.rl.batch import RankView, prompt_filter, select_prompt_share, transform_advantages
 from d1.rl.config import DiffuGRPOConfig
+from d1.rl.losses import ADVANTAGES, AdvantageInputs
 from d1.rl.rewards import RewardError, accuracy_of, check_rewards, guard_reward, rewards_of, weighted_sum
+from d1.rl.stage import never_differed
+from d1.rl.trainer import DiffuGRPOTrainer
 from d1.tasks import load_task, with_rewards
-from tests.tiny_grpo import SETTINGS
+from tests.tiny_grpo import SETTINGS, is_even, logged, make_method, repeats_letter
 
 LETTERS = Path(__file__).with_name("letters_task.py")
 letters_task: Any = load_task(str(LETTERS))
@@ -163,7 +168,9 @@ def test_what_cannot_work_is_refused_at_the_start(kind: str, values: Any) -> Non
 
 def test_the_sum_of_rewards_is_finite_as_float32() -> None:
     rewards, weights = torch.tensor([[1.0, math.nan], [math.nan, math.nan], [3e38, 2.0]]), torch.tensor([1.0, 0.5])
-    assert weighted_sum(rewards, weights).tolist() == [1.0, 0.0, torch.tensor(3e38).item()]
+    first, missing, last = weighted_sum(rewards, weights).tolist()
+    assert (first, last) == (1.0, torch.tensor(3e38).item())
+    assert math.isnan(missing)
     for first, second in ((2.0, 1.0), (10.0, -1e38)):  # inf; inf - inf
         with pytest.raises(RewardError, match=r"of row 2 with weights .* sum to (inf|nan), which is not finite"):
             weighted_sum(torch.tensor([[0.0, 0.0], [1.0, 1.0], [3e38, 3e38]]), torch.tensor([first, second]))
@@ -210,6 +217,197 @@ REWARDS = [first_half, none_but_the_last]
         assert log["rewards/first_half/mean"] == 1.0
         assert 0 <= log["rewards/accuracy/mean"] <= 1
     assert "1 of 4 completions are left out" in caplog.text
+
+
+# --- Completions to which no reward applies ---------------------------------------------------------------------------
+
+HERE = RankView(lambda here: here, 0)
+FOUR: list[Any] = [0.0, 1.0, 5.0, None]  # the rewards of a prompt's completions
+
+
+class KeptBatch(DiffuGRPOTrainer):
+    """Keeps the batch of its last rollout."""
+
+    def after_rollout(self, batch: Any) -> None:
+        super().after_rollout(batch)
+        self.batch = batch
+
+
+def rewarded(model_dir: Path, folder: Path, method: str, values: list[Any], **changes: Any) -> Any:
+    """The batch of a rollout of one method, whose completions have these rewards in turn."""
+
+    def reward(completions: list, **columns: Any) -> list[Any]:
+        return (values * len(completions))[: len(completions)]
+
+    options: dict[str, Any] = {"reward": [reward, is_even], "max_steps": 1, "per_device_train_batch_size": 8}
+    trainer = make_method(model_dir, folder, method, KeptBatch, **(options | changes))
+    trainer.train()
+    return trainer.batch
+
+
+@pytest.mark.parametrize("name", [name for name, entry in ADVANTAGES.items() if not entry.over_rollout])
+def test_a_group_with_a_missing_reward_is_changed_without_it_and_other_groups_as_before(name: str) -> None:
+    """Of three prompts, the second lacks one reward and the third all but one; they span two processes."""
+    entry, run = ADVANTAGES[name], SimpleNamespace(reward_temperature=0.04)
+    values = torch.tensor([-1.0, 0.5, 0.5, -2.0, 0.0, 2.0, 0.0, 0.0, 0.0])
+    missing = torch.tensor([False, False, False, False, True, False, True, True, False])
+    generator = keyed_generator(0)
+    bounds = {"lengths": torch.full((9,), 8.0)}
+    for field in ("old_bounds", "reference_bounds"):
+        bounds[field] = -torch.rand(9, generator=generator)
+    fields = {"advantages": values}
+    if entry.reads:
+        fields |= bounds
+
+    def changed(rows: list[int]) -> list[float]:
+        if entry.of is None:
+            return values[rows].tolist()
+        inputs = AdvantageInputs(**{field: of_rows[rows].unsqueeze(0) for field, of_rows in fields.items()})
+        return entry(inputs, run).squeeze(0).tolist()
+
+    first, second = changed([0, 1, 2]), changed([3, 5])
+    expected = [*first, second[0], 0.0, second[1], 0.0, 0.0, 0.0]
+    of_reads = bounds if entry.reads else {}
+    found = transform_advantages(values, name, 3, HERE, bounds=of_reads, settings=run, missing=missing)
+    assert found.tolist() == pytest.approx(expected, rel=1e-6)
+    without = transform_advantages(values, name, 3, HERE, bounds=of_reads, settings=run, missing=missing & False)
+    assert torch.equal(without, transform_advantages(values, name, 3, HERE, bounds=of_reads, settings=run))
+    # The same on the second of two processes, which holds the last four rows.
+    whole = iter([values, *of_reads.values(), missing])
+    rank = RankView(lambda here: next(whole), 5)
+    of_rank = {field: of_rows[5:] for field, of_rows in of_reads.items()}
+    there = transform_advantages(values[5:], name, 3, rank, bounds=of_rank, settings=run, missing=missing[5:])
+    assert there.tolist() == pytest.approx(expected[5:], rel=1e-6)
+
+
+def test_an_advantage_over_the_rollout_leaves_missing_rewards_out() -> None:
+    values, missing = torch.tensor([1.0, 2.0, 0.0, 6.0]), torch.tensor([False, False, True, False])
+    found = transform_advantages(values, "standardised_batch", 2, HERE, missing=missing)
+    assert found.tolist() == pytest.approx([-2 / 7**0.5, -1 / 7**0.5, 0.0, 3 / 7**0.5], rel=1e-6)
+
+
+@pytest.mark.parametrize("method", ["wd1", "tracerl", "dmpo"])
+def test_a_completion_without_a_reward_has_no_part_in_its_group(
+    tiny_model_dir: Path, tmp_path: Path, method: str
+) -> None:
+    options = {"right_share": None, "num_generations": 4}
+    found = rewarded(tiny_model_dir, tmp_path, method, FOUR, **options)["advantages"].view(2, 4)
+    assert found[:, 3].tolist() == [0.0, 0.0]
+    if method == "wd1":
+        centred = torch.tensor([-2.0, -1.0, 3.0])
+        expected = 3 * (centred.softmax(0) - (-centred).softmax(0))
+        torch.testing.assert_close(found[:, :3], expected.expand(2, 3))
+    assert (found[:, 0] < 0).all()
+    assert (found[:, 2] > 0).all()
+
+
+def test_in_trees_and_states_a_missing_reward_is_in_no_mean(tiny_model_dir: Path, tmp_path: Path) -> None:
+    batch = rewarded(tiny_model_dir, tmp_path / "tree", "d-treerpo", FOUR)
+    found = batch["view_advantages"].view(2, 4, 2)
+    # The root's children have the values .5 and 5, the mean of one reward.
+    assert found[:, ::2, 0].tolist() == [[-4.5, 4.5]] * 2
+    assert found[..., 1].tolist() == [[-1.0, 1.0, 0.0, 0.0]] * 2
+    # States have the rewards of their completions here: a share of a reward r is r / (1 + lam), with lam = .5.
+    batch = rewarded(tiny_model_dir, tmp_path / "states", "egspo-sa", FOUR)
+    scoring = batch["view_weights"].ne(0).any(-1).any(1).view(2, 4, -1)
+    found = batch["view_advantages"].view(2, 4, -1)
+    for prompt in range(2):
+        for view in range(scoring.shape[2]):
+            rows = [row for row in range(3) if scoring[prompt, row, view]]
+            expected = [0.0] * 4
+            for row in rows:
+                expected[row] = (FOUR[row] - sum(FOUR[other] for other in rows) / len(rows)) / 1.5
+            assert found[prompt, :, view].tolist() == pytest.approx(expected, abs=1e-6)
+    assert scoring[:, 3].any()
+    assert found.any()
+
+
+def test_prompts_are_chosen_by_the_completions_that_have_a_reward() -> None:
+    """Two prompts whose rewards are equal but for one that is missing, next to one whose rewards differ."""
+    rewards = torch.tensor([1.0, 1.0, math.nan, 0.0, 1.0, 0.0, math.nan, 0.0, 0.0])
+    batch: dict[str, Any] = {"completion_reward": rewards, "completion_mask": torch.ones(9, 4)}
+    batch["reveal_steps"] = torch.zeros(9, 4, dtype=torch.long)
+    for seed in range(20):
+        kept = select_prompt_share(batch, 1 / 3, 3, HERE, keyed_generator(seed))
+        assert kept.tolist() == [False, True, False]
+    speeds = torch.tensor([1.0, 1.0, 3.0, 1.0, 2.0, 1.0, 9.0, 2.0, 2.0])
+    assert prompt_filter(batch | {"tokens_per_forward_pass": speeds}, None, 3, HERE, 0.5).tolist() == [
+        False,
+        True,
+        False,
+    ]
+
+
+def test_hinted_groups_leave_missing_rewards_out(tiny_model_dir: Path, tmp_path: Path) -> None:
+    def last_is_missing(completions: list, letter: list, **columns: Any) -> list[Any]:
+        right = repeats_letter(completions, letter)
+        return [None if row % 4 == 3 else 1.0 + 2 * value for row, value in enumerate(right)]
+
+    batch = rewarded(
+        tiny_model_dir, tmp_path, "igpo", [], reward=[last_is_missing, repeats_letter], ends=(2, 25, 28, 32)
+    )
+    assert batch["given"].any()
+    rewards, advantages = batch["completion_reward"].view(2, 4), batch["advantages"].view(2, 4)
+    assert rewards[:, 3].isnan().all()
+    expected = (rewards - rewards.nanmean(1, keepdim=True)).nan_to_num(0.0)
+    torch.testing.assert_close(advantages, expected)
+
+
+@pytest.mark.parametrize("scale", ["none", "group", "batch"])
+def test_groups_with_equal_rewards_are_counted_however_advantages_are_scaled(
+    tiny_model_dir: Path, tmp_path: Path, scale: str
+) -> None:
+    """Of two prompts: both with equal rewards of their own, then one."""
+
+    def run(values: list[float]) -> Any:
+        def reward(completions: list, **columns: Any) -> list[float]:
+            return values[: len(completions)]
+
+        options: dict[str, Any] = {"reward": reward, "reward_weights": None, "per_device_train_batch_size": 8}
+        trainer = make_method(tiny_model_dir, tmp_path, "d1", scale_rewards=scale, max_steps=1, **options)
+        trainer.train()
+        return trainer
+
+    equal, differing = run([1.0] * 4 + [2.0] * 4), run([1.0] * 4 + [2.0, 1.0, 2.0, 2.0])
+    assert never_differed(equal.state.log_history)
+    assert logged(equal)[0]["frac_reward_zero_std"] == 1
+    assert logged(differing)[0]["frac_reward_zero_std"] == 0.5
+
+
+def test_what_a_reward_logs_of_states_is_in_no_rollout(tiny_model_dir: Path, tmp_path: Path) -> None:
+    """EGSPO-SA rewards the greedy completions of states, too; its logs are those of the sampled completions."""
+    seen: list[list[str]] = []
+
+    def lengths(completions: list, log_extra: Any, log_metric: Any, **columns: Any) -> list[float]:
+        texts = [completion[0]["content"] for completion in completions]
+        seen.append(texts)
+        log_extra("text", texts)
+        log_metric("calls", float(len(seen)))
+        return [float(len(text)) for text in texts]
+
+    class Compared(DiffuGRPOTrainer):
+        def after_rollout(self, batch: Any) -> None:
+            self.calls = [*getattr(self, "calls", []), len(seen)]
+            completions = [completion[0]["content"] for completion in self._logs["completion"]]
+            assert [*self._logs["extra"]["text"]] == completions
+            super().after_rollout(batch)
+
+    options: dict[str, Any] = {"reward": [lengths, is_even], "max_steps": 4, "num_iterations": 2}
+    trainer = make_method(tiny_model_dir, tmp_path, "egspo-sa", Compared, **options)
+    trainer.train()
+    first, second = trainer.calls
+    assert second > first + 1  # states were rewarded between the rollouts
+    logs = [entry["calls"] for entry in trainer.state.log_history if "calls" in entry]
+    assert logs == [first, second]
+
+
+def test_an_accuracy_that_is_a_reward_applies_where_no_other_reward_does(tiny_model_dir: Path, tmp_path: Path) -> None:
+    batch = rewarded(tiny_model_dir, tmp_path, "d1", [0.5, None], reward_weights=[1.0, 1.0])
+    right = batch["completion_is_right"]
+    assert not right.isnan().any()
+    assert torch.equal(batch["completion_reward"], right + torch.tensor([0.5, 0.0] * 4))
+    logged_only = rewarded(tiny_model_dir, tmp_path, "d1", [0.5, None], reward_weights=[1.0, 0.0])
+    assert logged_only["completion_is_right"].isnan().tolist() == [False, True] * 4
 
 
 def test_accuracy_is_that_of_the_completions_and_rewards_are_trls(tiny_model_dir: Path, tmp_path: Path) -> None:

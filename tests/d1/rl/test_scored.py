@@ -7,7 +7,7 @@ import torch
 
 from d1.masking import keyed_generator
 from d1.models import load_model
-from d1.rl.batch import LOSS_MASKS, RankView, sampled_rows, select_prompt_share, views_of
+from d1.rl.batch import LOSS_MASKS, RankView, filter_groups, sampled_rows, select_prompt_share, views_of
 from d1.rl.bridge import rollout_buffer
 from d1.rl.methods import METHODS
 from d1.rl.trainer import DiffuGRPOTrainer
@@ -116,8 +116,8 @@ def test_a_share_of_the_prompts_is_kept_by_spread_then_solved_then_the_longest()
             batch = {"completion_reward": torch.tensor(reward).flatten(), "reveal_steps": steps}
             batch |= {"completion_mask": mask.clone(), "advantages": torch.zeros(24)}
             ranks = RankView(all_gather=lambda values: values, rank_offset=0)
-            share = select_prompt_share(batch, kept / 8 - 0.01, 3, ranks, keyed_generator(seed))
-            assert share == kept / 8
+            selected = select_prompt_share(batch, kept / 8 - 0.01, 3, ranks, keyed_generator(seed))
+            assert filter_groups(batch, selected, 3, ranks) == kept / 8
             rows = batch["completion_mask"].any(1).view(8, 3)
             assert torch.equal(rows.all(1), rows.any(1))
             assert batch["num_items_in_batch"] == batch["completion_mask"].sum()
@@ -127,6 +127,30 @@ def test_a_share_of_the_prompts_is_kept_by_spread_then_solved_then_the_longest()
             for prompt in kind:  # at random
                 assert abs(chosen[prompt] / 200 - len(some) / len(kind)) < 0.15
         assert {prompt for prompt in unsolved if chosen[prompt]} == {*ordered[2]}
+
+
+def test_a_share_of_the_prompts_is_chosen_among_those_that_are_not_dropped(tiny_model_dir, tmp_path):
+    """Half of four prompts, of which two are too easy although their rewards differ; then of which three are."""
+
+    class Kept(DiffuGRPOTrainer):
+        def after_rollout(self, batch):
+            super().after_rollout(batch)
+            self.kept = batch["completion_mask"].any(1).view(4, 4).any(1).tolist()
+
+    for easy, share in ((2, 0.5), (3, 0.25)):
+
+        def accuracy(completions, easy=easy, **columns):
+            return [1.0] * 4 * easy + [1.0, 0.0, 1.0, 0.0] * (4 - easy)
+
+        def reward(completions, **columns):
+            return [1.0, 2.0, 3.0, 4.0] * 4
+
+        accuracy.only_watched = True
+        options = {"right_share": [0.2, 0.8], "prompt_share": 0.5, "max_steps": 1, "per_device_train_batch_size": 16}
+        options |= {"reward": [reward, accuracy], "num_generations": 4, "seed": easy, "num_iterations": 1}
+        trainer, _ = sampled_batch(tiny_model_dir, tmp_path / str(easy), "rldf", cls=Kept, **options)
+        assert trainer.kept == [False] * easy + [True] * (4 - easy)
+        assert logged(trainer)[0]["prompts_kept"] == share
 
 
 class Watched(DiffuGRPOTrainer):

@@ -9,13 +9,14 @@ import torch
 
 from d1.masking import keyed_generator
 from d1.rl.bridge import rollout_buffer
+from d1.rl.checks import check_trainer
 from d1.rl.config import DiffuGRPOConfig
 from d1.rl.losses import LossInputs
 from d1.rl.methods.d_treerpo import clipped_edges, distillation, numbered_parents, parents_of_update, schedules
 from d1.rl.trainer import DiffuGRPOTrainer
 from d1.rl.tree import edge_advantages, first_level, leaves_below, level_steps, node_values, siblings
 from d1.sampling import rollout
-from tests.tiny_grpo import make_method
+from tests.tiny_grpo import is_even, make_method
 
 # Of the release's formulas: leaves, values of the root's children, and advantages of both levels
 LEAVES = [1.0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1]
@@ -230,6 +231,7 @@ def test_siblings_with_one_token_share_it_and_positions_without_better_siblings_
             {"estimator": "replay"},
             "branches 4 4 of method d-treerpo samples trees, which replay does not score: use ed",
         ),
+        ({"mask_truncated_completions": True}, "and mask_truncated_completions would also drop the edges that a trun"),
         ({"branches": None}, "the estimator edges scores the edges of a tree: set --branches"),
         (
             {"objective": "reinforce", "beta": 0.0, "loss_type": "sum"},
@@ -253,3 +255,13 @@ def test_models_and_functions_that_have_no_trees_are_refused(tiny_block_dir, tin
     with pytest.raises(ValueError, match="--branches continues rollouts, and a rollout_func cannot: let the trainer"):
         tree_trainer(tiny_model_dir, tmp_path, rollout_func=lambda prompts, trainer: {})
     assert level_steps([4, 4], 128) == [0, 64, 128]
+
+
+def test_weights_that_processes_share_have_no_trees(tmp_path):
+    """Also if they are gathered for a rollout: the processes would gather them a different number of times."""
+    args = DiffuGRPOConfig(method="d-treerpo", output_dir=str(tmp_path), report_to="none", num_generations=16)
+    with pytest.raises(
+        ValueError, match=r"--branches: a process samples as often as its rows have levels.*: use DDP or"
+    ):
+        check_trainer(args, args.sampling_settings(), [is_even], False, True, False)
+    check_trainer(args, args.sampling_settings(), [is_even], False, False, False)

@@ -104,6 +104,45 @@ def test_trls_losses_and_gradients_are_trls_to_the_bit(tiny_model_dir, tmp_path,
     assert found[1].abs().sum() > 0
 
 
+class Entropies(DiffuGRPOTrainer):
+    """Keeps the entropies that TRL's loss gets, next to the scores and weights of the views."""
+
+    def trl_loss(self, inputs: Any, entropies: Any, batch: Any) -> Tensor:
+        self.sums, self.inputs = entropies, inputs
+        return super().trl_loss(inputs, entropies, batch)
+
+    def get_high_entropy_mask(self, entropies: Tensor, mask: Tensor, threshold: float) -> Tensor:
+        self.means, self.mask = entropies, mask.bool()
+        self.chosen = super().get_high_entropy_mask(entropies, mask, threshold)
+        return self.chosen
+
+
+def test_trl_gets_the_mean_entropy_of_a_token_over_its_views(tiny_model_dir, tmp_path) -> None:
+    options = {"method": "coupled-grpo", "top_entropy_quantile": 0.25, "num_generations": 4, "temperature": 1.0}
+    trainer = tiny_grpo.make_trainer(tiny_model_dir, tmp_path, Entropies, **options, max_steps=1, num_iterations=1)
+    trainer.train()
+    mask, weights = trainer.mask, trainer.inputs.weights.sum(1)
+    expected = trainer.sums / weights.where(mask, 1.0)
+    assert weights[mask].unique().numel() > 1
+    torch.testing.assert_close(trainer.means[mask], expected[mask])
+    # The chosen tokens are those of highest mean entropy.
+    chosen = trainer.chosen & mask
+    assert 0 < chosen.sum() < mask.sum()
+    assert expected[chosen].min() >= expected[mask & ~chosen].max()
+    (entry,) = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert entry["entropy"] == pytest.approx(expected[mask].mean().item(), rel=1e-5)
+
+
+def test_tokens_without_a_view_are_not_in_the_mean_entropy(tiny_model_dir, tmp_path) -> None:
+    found = {}
+    for objective in ("trl", "clipped_views"):
+        options = {"estimator": "elbo", "num_views": 1, "p_mask_prompt": 0.0, "objective": objective, "max_steps": 1}
+        trainer = tiny_grpo.make_trainer(tiny_model_dir, tmp_path / objective, **options)
+        trainer.train()
+        found[objective] = tiny_grpo.logged(trainer)[0]["entropy"]
+    assert found["trl"] == pytest.approx(found["clipped_views"], rel=1e-6)
+
+
 def test_processes_that_share_weights_must_keep_step():
     def in_step(fsdp: bool, zero3: bool, gathered: bool, processes: int = 2, source: Any = LocalRollouts) -> bool:
         trainer: Any = SimpleNamespace(

@@ -84,6 +84,20 @@ def test_a_rows_views_depend_neither_on_its_batch_nor_on_the_number_of_processes
 
 
 @each
+def test_views_that_cover_score_every_token_that_counts(name):
+    """And in some draw, the others leave one out."""
+    estimator, chosen = CHOSEN[name]
+    covers, met = ESTIMATORS[estimator].covers(settings(**chosen)), []
+    for seed in range(30):
+        for views in updates_of(name, SIX, seed=seed):
+            met.append(torch.equal(views.weights.sum(1) > 0, SIX.scored))
+    if name == "one edge":  # without a tree, the only edge is the whole completion
+        assert all(met)
+    else:
+        assert all(met) == covers
+
+
+@each
 def test_padding_moves_no_view(name):
     wide = 2
     padded = replace(
