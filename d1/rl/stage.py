@@ -29,6 +29,7 @@ from d1.models.tokenizer import (
     check_no_mask,
     encode_prompt,
     encode_prompts,
+    encode_text,
     render_prompt,
 )
 from d1.rl.bridge import EQUAL_REWARDS
@@ -119,6 +120,8 @@ def prepare(
     check_chat_template(tokenizer, str(args.model_path), flag="--plain_chat_template true")
     if args.mask_id is not None:
         check_mask_token(tokenizer, str(tokenizer.convert_ids_to_tokens(args.mask_id)))
+    if args.hints != "none":
+        check_traces(train_rows, tokenizer)
     tools = extensions.RunTools(args, tokenizer, config) if args.tools else Tools(args)
     datasets = [rows for rows in (train_rows, eval_rows) if rows is not None]
     longest = max(longest_prompt(rows, tokenizer, args, tools) for rows in datasets)
@@ -206,6 +209,15 @@ def with_traces(task: ModuleType, rows: Dataset, args: DiffuGRPOConfig) -> Datas
             f"have no column {TRACE!r}"
         )
     return rows.add_column(TRACE, [task.demonstrate(row) for row in rows])
+
+
+def check_traces(rows: Dataset, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises ValueError for a worked solution that the model cannot read."""
+    for number, trace in enumerate(rows[TRACE][:]):
+        try:
+            encode_text(tokenizer, str(trace))
+        except ValueError as error:
+            raise ValueError(f"row {number}, column {TRACE!r}: {error}") from error
 
 
 class Tools:

@@ -6,17 +6,20 @@ from dataclasses import replace
 
 import pytest
 import torch
+from datasets import Dataset
 
 from d1.masking import keyed_generator
+from d1.models import load_tokenizer
 from d1.rl.bridge import ACCURACY, REWARD, rollout_buffer
 from d1.rl.config import DiffuGRPOConfig
 from d1.rl.hinted import choose_replacements
-from d1.rl.hints import HINTS, Hint
+from d1.rl.hints import HINTS, TRACE, Hint
 from d1.rl.losses import OBJECTIVES, PENALTIES, LossInputs
 from d1.rl.methods.igpo import draw_chunks, kept_tokens, place_chunks
 from d1.rl.rewards import SPEED
-from d1.rl.stage import WatchGroups, never_differed
+from d1.rl.stage import WatchGroups, check_traces, never_differed
 from d1.rl.trainer import DiffuGRPOTrainer
+from tests.commands import ROOT
 from tests.losses import settings, trl_loss, trl_trainer
 from tests.rounding import LOGITS, assert_near
 from tests.tiny_grpo import by_letter, logged, make_method, make_trainer, repeats_letter, rows
@@ -317,6 +320,13 @@ REFUSED = [
 def test_what_contradicts_hints_is_refused_before_a_model_is_loaded(tmp_path, changes, said):
     with pytest.raises(ValueError, match=said):
         DiffuGRPOConfig(output_dir=str(tmp_path), **{"hints": "small_chunks", **changes})
+
+
+def test_a_solution_that_the_model_cannot_read_is_named():
+    rows = Dataset.from_dict({TRACE: ["a1 b1", "a1 €"]})
+    tokenizer = load_tokenizer(ROOT / "pocket/base")  # without a token for unknown characters
+    with pytest.raises(ValueError, match=r"row 1, column 'trace': .*pocket/base.* no token for '€'"):
+        check_traces(rows, tokenizer)
 
 
 def test_a_trainer_without_traces_or_an_accuracy_is_refused(tiny_model_dir, tmp_path):
