@@ -47,7 +47,7 @@ from d1.rl.trainer import DiffuGRPOTrainer, StopAtCompute, budget_exhausted
 from d1.runs.checkpoints import read_state
 from d1.runs.console import log_to_console
 from d1.runs.record import ROWS, hash_rows
-from d1.runs.stage import Prepared, Stage
+from d1.runs.stage import Prepared, Stage, check_model_is_kept
 from d1.runs.turns import TurnSettings
 from d1.sampling.graphs import check_compile
 from d1.sampling.settings import SamplingFlags
@@ -63,6 +63,7 @@ def stage(args: DiffuGRPOConfig, model_args: ModelConfig, callbacks: list[Traine
 
     # What the model's config decides
     folder = ModelFolder.read(str(args.model_path))
+    check_model_is_kept(str(args.output_dir), folder)
     config = folder.config
     check_compile(
         args.compile,

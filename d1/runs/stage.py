@@ -245,6 +245,7 @@ def trainer_arguments(args: TrainingSettings, **stage_arguments: Any) -> tuple[T
         raise ValueError("--attn_implementation flex_attention trains on a GPU only: use sdpa or eager on a CPU")
     log_to_console()
     model = ModelFolder.read(args.model_name)  # what cannot be read is refused before the processes connect
+    check_model_is_kept(folder, model)
     args.bf16 = args.bf16 or str(on_gpu() or cpu_runs_bf16(model.config)).lower()
     mixed = args.bf16 == "true"
     ddp_backend = None
@@ -280,6 +281,18 @@ def trainer_arguments(args: TrainingSettings, **stage_arguments: Any) -> tuple[T
         **stage_arguments,
     )
     return training, model
+
+
+def check_model_is_kept(output_dir: str | Path, model: ModelFolder) -> None:
+    """Raise ValueError if the folder of a run is that of the model it starts from, of the model's base or of one of its
+    adapters: the run would write over it. The run's folder `merged` is written anew at its end, too."""
+    run_folder = Path(output_dir).resolve()
+    for path in (model.path, model.base, *model.adapters):
+        if Path(path).is_dir() and Path(path).resolve() in (run_folder, run_folder / "merged"):
+            raise ValueError(
+                f"{path} is the model that the run starts from, and the run would write over it: write to another "
+                f"folder than {output_dir}"
+            )
 
 
 def on_gpu() -> bool:
