@@ -26,7 +26,7 @@ from d1.files import give_usual_mode, writing
 from d1.models.adapters import adapter_chain, add_adapter, export_adapter, merge_adapter, untie_adapted
 from d1.models.attention import CAUSAL_CONTEXT, check_attention
 from d1.models.fingerprints import warn_of_other_base
-from d1.models.formats.gguf import gguf_config, gguf_file, gguf_types, load_gguf
+from d1.models.formats.gguf import check_all_used, gguf_config, gguf_file, gguf_types, load_gguf
 from d1.models.formats.released import as_released
 from d1.models.head import unwrapped
 from d1.models.kinds import (
@@ -370,6 +370,7 @@ def read_autoregressive(source: str, mask_token: str) -> tuple[Any, Any]:
     check_kind(config.model_type, str(file))
     model, tokenizer, report = load_gguf(file)
     check_loaded(str(file), report)
+    check_all_used(file, model)
     refuse_masked_model(str(file), config, kind_of(config), vars(config), tokenizer.mask_token, mask_token)
     return prepare(model), tokenizer
 
