@@ -71,14 +71,15 @@ def give_usual_mode(files: Iterable[Path]) -> None:
 # --- The folder of a run, and files that are either complete or absent ------------------------------------------------
 
 
-def check_output_dir(folder: str | Path) -> None:
-    """Refuse (ValueError) a folder that cannot be created or written, before anything is loaded. Creates nothing."""
+def check_output_dir(folder: str | Path, name: str = "--output_dir") -> None:
+    """Refuse (ValueError) a folder that cannot be created or written, before anything is loaded; `name` is what a
+    command calls it. Creates nothing."""
     path = Path(folder).absolute()
     existing = next(parent for parent in (path, *path.parents) if parent.exists())
     if not existing.is_dir():
-        raise ValueError(f"--output_dir {folder}: {existing} is a file, not a folder; name another")
+        raise ValueError(f"{name} {folder}: {existing} is a file, not a folder; name another")
     if not os.access(existing, os.W_OK | os.X_OK):
-        raise ValueError(f"--output_dir {folder}: you may not write to {existing}; name another folder")
+        raise ValueError(f"{name} {folder}: you may not write to {existing}; name another folder")
 
 
 def valid_unicode(text: str) -> str:

@@ -341,3 +341,17 @@ def test_a_config_without_quantization_is_read(tiny_model_dir, tmp_path):
     folder = shutil.copytree(tiny_model_dir, tmp_path / "model")
     edit_json(folder / "config.json", quantization_config=None, mask_token_id=59, pad_token_id=-1)
     load_model(folder)
+
+
+@pytest.mark.parametrize(
+    ("device", "problem"),
+    [
+        ("cuda", r"^device cuda is not there: PyTorch \S+ sees 0 GPUs; use cpu$"),
+        ("cuda:1", r"^device cuda:1 is not there"),
+        ("gpu", "^device 'gpu' is unknown to PyTorch: use cpu, cuda or cuda:NUMBER$"),
+    ],
+)
+def test_a_device_that_is_not_there_is_refused_in_one_line(tiny_model_dir, tmp_path, device, problem):
+    for load in (load_model, lambda path, device: merge(str(path), [], str(tmp_path / "out"), device=device)):
+        with pytest.raises(ValueError, match=problem):
+            load(tiny_model_dir, device=device)
