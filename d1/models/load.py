@@ -60,6 +60,8 @@ PICKLED = "pytorch_model*.bin"  # files of weights that PyTorch wrote
 # Parts of names of weights that are only used in BERT's pretraining
 PRETRAINING_WEIGHTS = ("pooler.", "cls.seq_relationship.", "position_ids")
 
+GENERATION_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id", "max_new_tokens")
+
 Model = TypeVar("Model", bound=torch.nn.Module)
 
 # The `generate` of Transformers (5.17 to 5.24) writes from left to right and would print garbage for a model that sees
@@ -98,6 +100,7 @@ def prepare(model: Model) -> Model:
         raise ValueError(f"{name} runs its own code for {config.model_type!r}: load_model(path) uses a native class")
     if kind.encoder and getattr(config, "is_decoder", False):
         raise ValueError(f"this {name} was built to be causal: build it from a config with is_decoder=False")
+    keep_valid_generation_config(inner)
     if kind.uniform_noise:
         attend_both_ways(config, name)
         share_weights(inner)
@@ -136,6 +139,19 @@ def prepare(model: Model) -> Model:
     accept_run_argument(inner)
     setattr(inner, PREPARED, True)
     return model
+
+
+def keep_valid_generation_config(model: Any) -> None:
+    """Leave only token ids and `max_new_tokens` of a generation config that Transformers reads and refuses to save,
+    such as a temperature without `do_sample`: a run would end at its first checkpoint. Nothing here reads the rest."""
+    config = getattr(model, "generation_config", None)
+    if config is None:
+        return
+    try:
+        config.validate(strict=True)
+    except ValueError:
+        kept = {name: getattr(config, name) for name in GENERATION_FIELDS}
+        model.generation_config = type(config)(**kept)
 
 
 def load_model(

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3For
 from d1.models import load_model, load_tokenizer, prepare
 from d1.models.adapters import lora_targets
 from d1.models.formats.released import key_mapping, rename
-from d1.models.kinds import KINDS, Kind, is_encoder
+from d1.models.kinds import KINDS, Kind, check_room, is_encoder, max_positions
+from d1.runs.turns import TurnSettings
 from d1.sampling import generate
 from d1.scoring import mean_field_logps
 from tests.rounding import assert_near
@@ -175,6 +177,24 @@ else:
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=Path(__file__).parents[3])
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("name", "room"), [("bert", 128), ("roberta", 127), ("llama", 128)])
+def test_the_longest_text_fits_the_positions_and_a_longer_one_is_refused(kind_dirs, name, room):
+    """RoBERTa's positions begin after the id of its padding token, 0 here."""
+    model: Any = load_model(kind_dirs[name])
+    assert max_positions(model.config) == room
+    ids = torch.randint(4, 64, (1, room), generator=torch.Generator().manual_seed(0))
+    check_room(model.config, room, 0)
+    with torch.no_grad():
+        model(input_ids=ids)
+        if name == "roberta":
+            with pytest.raises((IndexError, RuntimeError)):
+                model(input_ids=torch.cat([ids, ids[:, :1]], dim=1))
+    with pytest.raises(ValueError, match=rf"{room + 1} tokens of text exceed the model's {room} positions"):
+        check_room(model.config, room + 1, 0)
+    limits = SimpleNamespace(**vars(TurnSettings()))
+    assert TurnSettings.from_attributes(limits, 28, model.config).max_turn_prompt == room - 28
 
 
 @pytest.mark.parametrize("kind", ["llada", "lladamoe", "Dream", "qwen3"])
