@@ -441,6 +441,23 @@ def read_autoregressive(source: str, mask_token: str) -> tuple[Any, Any]:
     return prepare(model), tokenizer
 
 
+def check_new_id(tokenizer: Any, mask_token: str, rows: int) -> None:
+    """Raise ValueError if the id that a tokenizer gave its mask token is that of another token, or none of an embedding
+    of `rows` rows. The tokenizers library takes the number of tokens, which is a used id if some ids below are free."""
+    number = tokenizer.mask_token_id
+    same = [token for token, other in tokenizer.get_vocab().items() if other == number and token != mask_token]
+    problem = ""
+    if same:
+        problem = f"which is that of {same[0]!r}"
+    elif number >= rows:
+        problem = f"and the embedding has {rows} rows"
+    if problem:
+        raise ValueError(
+            f"{tokenizer.name_or_path}: its tokens have ids with holes, so a new token {mask_token!r} gets the id "
+            f"{number}, {problem}: name a spare token of the vocabulary with --mask_token"
+        )
+
+
 def a2d(
     source: str,
     out: str,
@@ -482,6 +499,7 @@ def a2d(
     token_count = min(rows, len(tokenizer))  # rows beyond the tokenizer are padding
     check_mask_token(tokenizer, mask_token)
     tokenizer.add_special_tokens({"mask_token": mask_token})
+    check_new_id(tokenizer, mask_token, max(rows, len(tokenizer)))
     if len(tokenizer) > rows:
         model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     config.mask_token_id = tokenizer.mask_token_id

@@ -217,6 +217,22 @@ def test_a2d_turns_a_causal_model_both_ways(tmp_path, kind_, words, rows, token,
     assert model.get_input_embeddings().weight.grad[mask].abs().sum() > 0
 
 
+def test_a_mask_token_that_would_get_the_id_of_a_word_is_refused(tmp_path):
+    """The ids of the vocabulary have holes, and the tokenizers library counts the tokens."""
+    source = autoregressive(tmp_path / "ar", "llama", 60, 70)
+    fields = json.loads((source / "tokenizer.json").read_text())
+    for word, number in fields["model"]["vocab"].items():
+        if number >= 50:
+            fields["model"]["vocab"][word] = number + 5
+    (source / "tokenizer.json").write_text(json.dumps(fields))
+    message = r"ids with holes, so a new token '<\|mask\|>' gets the id 60, which is that of 'w53': name a spare token"
+    with pytest.raises(ValueError, match=message):
+        run("a2d", source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    run("a2d", source, tmp_path / "out", "--mask_token", "<spare>")
+    assert load_tokenizer(tmp_path / "out").mask_token_id == 64
+
+
 def test_plain_transformers_refuses_to_write_from_left_to_right_with_a_converted_model(tmp_path):
     """The class of Transformers loads it; its `generate` would print garbage, and says what the model is instead."""
     source = autoregressive(tmp_path / "ar", "llama", 60, 60)
