@@ -111,8 +111,8 @@ def encode_piece(tokenizer: Any, piece: str, before: list[int]) -> list[int]:
             return ids
     found = decode(tokenizer, before + plain).removeprefix(decode(tokenizer, before))
     raise ValueError(
-        f"{tokenizer.name_or_path} would write the text {piece!r} after a placeholder as {found!r}: change the text, or "
-        "move the placeholder to its end"
+        f"{tokenizer.name_or_path} would write the text {piece!r} after a placeholder as {found!r}: change the text, "
+        "or move the placeholder to its end"
     )
 
 

@@ -186,6 +186,26 @@ def test_changed_settings_take_effect_and_are_recorded_from_their_step_on(
     assert logged()[2:] == pytest.approx([1e-3 * (1 - step / 4) for step in (2, 3)], rel=1e-12)
 
 
+def test_a_new_rate_has_an_effect_on_a_resume_without_a_record(run: Run, folder: Path) -> None:
+    (folder / "run.json").unlink()
+    trainer = run(folder, "--resume", "--lr_scheduler_type", "linear", "--learning_rate", "4e-4")
+    rates = [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
+    assert rates[2:] == pytest.approx([4e-4 * (1 - step / 4) for step in (2, 3)], rel=1e-12)
+
+
+def test_a_resume_computes_in_the_precision_of_its_record(
+    run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CPU's speed is measured once: another answer, as of a busy moment, does not change the run."""
+    assert json.loads((folder / "run.json").read_text())["settings"]["bf16"] in (False, "false")
+    monkeypatch.setattr("d1.runs.stage.cpu_runs_bf16", lambda config: True)
+    resume = ["--resume", "--lr_scheduler_type", "linear"]
+    assert not run(folder, *resume, max_steps=3).args.bf16
+    assert run(folder, *resume, "--bf16", "true", max_steps=4).args.bf16
+    monkeypatch.setattr("d1.runs.stage.cpu_runs_bf16", lambda config: False)
+    assert run(folder, "--resume", str(folder / "checkpoint-4"), *resume[1:], max_steps=5).args.bf16
+
+
 def test_the_branch_that_a_resume_leaves_is_set_aside(run: Run, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A later --resume takes the new branch, which has fewer steps; with a limit of 2, no checkpoint is lost."""
     linear = ["--lr_scheduler_type", "linear"]
