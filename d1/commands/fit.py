@@ -75,7 +75,9 @@ class FitFlags:
     length: Annotated[int | None, COUNT] = setting(None, "tokens per row, prompt and completion")
     block_length: Annotated[int, COUNT] = setting(32)
     gpus: Annotated[int | None, COUNT] = setting(None, "(default: 1, or by the head of the --config file)")
-    zero: int | None = setting(None, "DeepSpeed ZeRO stage; 3 also for FSDP2 (default: as for --gpus, or 0)", type=int, choices=range(4))
+    zero: int | None = setting(
+        None, "DeepSpeed ZeRO stage; 3 also for FSDP2 (default: as for --gpus, or 0)", type=int, choices=range(4)
+    )
     dtype: str = setting("bfloat16", choices=DTYPES)
     lora_r: Annotated[int, NATURAL] = setting(128, "0: train all weights (default: %(default)s)")
     lora_targets: list[str] | None = setting(None, "attention, all-linear or names of modules", nargs="+")
