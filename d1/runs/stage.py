@@ -311,12 +311,12 @@ def cpu_default_bf16(folder: Path, resume: str | bool | None, model: ModelFolder
     """Whether a run without --bf16 computes in bf16 on this CPU: as the run that it continues did, by its record, else
     by a check of this processor, whose speed may differ from time to time."""
     if resume is not None and str(resume).lower() != "false":
-        recorded_folder = folder if str(resume).lower() == "true" else Path(str(resume)).parent
-        record = recorded_folder / RECORD
+        run_folder = folder if str(resume).lower() == "true" else Path(str(resume)).parent
+        record = run_folder / RECORD
         if record.is_file():
-            recorded = read_object(record, DELETE_RECORD)["settings"].get("bf16")
-            if recorded is not None:
-                return str(recorded).lower() == "true"
+            bf16 = read_object(record, DELETE_RECORD)["settings"].get("bf16")
+            if bf16 is not None:
+                return str(bf16).lower() == "true"
     return cpu_runs_bf16(model.config)
 
 
