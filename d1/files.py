@@ -71,14 +71,15 @@ def give_usual_mode(files: Iterable[Path]) -> None:
 # --- The folder of a run, and files that are either complete or absent ------------------------------------------------
 
 
-def check_output_dir(folder: str | Path) -> None:
-    """Refuse (ValueError) a folder that cannot be created or written, before anything is loaded. Creates nothing."""
+def check_output_dir(folder: str | Path, name: str = "--output_dir") -> None:
+    """Refuse (ValueError) a folder that cannot be created or written, before anything is loaded; `name` is what a
+    command calls it. Creates nothing."""
     path = Path(folder).absolute()
     existing = next(parent for parent in (path, *path.parents) if parent.exists())
     if not existing.is_dir():
-        raise ValueError(f"--output_dir {folder}: {existing} is a file, not a folder; name another")
+        raise ValueError(f"{name} {folder}: {existing} is a file, not a folder; name another")
     if not os.access(existing, os.W_OK | os.X_OK):
-        raise ValueError(f"--output_dir {folder}: you may not write to {existing}; name another folder")
+        raise ValueError(f"{name} {folder}: you may not write to {existing}; name another folder")
 
 
 def valid_unicode(text: str) -> str:
@@ -186,6 +187,13 @@ class FileLock:
 # --- A model's files, which may be damaged ----------------------------------------------------------------------------
 
 SMALL_FILES = ("config.json", "generation_config.json", "adapter_config.json", "tokenizer_config.json")
+# In the order in which Transformers (5.24) looks for them
+WEIGHT_FILES = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
 TOKENIZER_JSON_FILES = ("tokenizer.json", "special_tokens_map.json", "added_tokens.json", "vocab.json")
 DAMAGED_ADVICE = "it is damaged: copy or download it again"
 
@@ -202,12 +210,16 @@ def read_object(path: Path, advice: str = DAMAGED_ADVICE) -> dict[str, Any]:
 
 
 def check_files(folder: Path) -> None:
-    """Raise ValueError for a damaged small JSON file or index of weights (`check_index`) of a model."""
+    """Raise ValueError for a damaged small JSON file of a model, or a damaged index of its weights (`check_index`).
+    Only the first of `WEIGHT_FILES` that the folder has is read: an index of another format may be left over."""
     for name in SMALL_FILES:
         if (folder / name).is_file():
             read_object(folder / name)
-    for path in sorted(folder.glob("*.index.json")):
-        check_index(path)
+    for name in WEIGHT_FILES:
+        if (folder / name).is_file():
+            if name.endswith(".index.json"):
+                check_index(folder / name)
+            return
 
 
 def check_index(path: Path, complete: bool = True) -> None:

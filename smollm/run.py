@@ -138,6 +138,8 @@ def phases_of(folder: Path, problems: Problems, name: str, seed: int, limit: int
 
 def main(args: argparse.Namespace) -> Path:
     console = Console()
+    # A relative path counts from the user's folder.
+    results = Path(args.output_dir or ROOT / "runs" / "smollm").resolve()
     os.chdir(ROOT)
     if args.task:
         check_readable(args.task)
@@ -147,7 +149,7 @@ def main(args: argparse.Namespace) -> Path:
     for fault in faults:
         console.print(fault, markup=False)
     problems, limit = problems_of(name), 4 if args.tiny else args.limit
-    folder = Path(args.output_dir or ROOT / "runs" / "smollm").resolve() / name
+    folder = results / name
     source = problems.train_file or f"the task {problems.task}"
     console.print(f"SmolLM2-135M, {name}, seed {args.seed}: problems of {source}; results in {folder}", markup=False)
     if not args.tiny:

@@ -22,7 +22,7 @@ from d1.models import load_model, load_tokenizer
 from d1.rl.train import make_parser as rl_parser
 from d1.sft.train import make_parser as sft_parser
 from pocket import phases
-from pocket.phases import ENVIRONMENT
+from pocket.phases import ENVIRONMENT, PhaseError
 from smollm import model as smollm_model
 from smollm import run as smollm_run
 from smollm.data import NAMES, first_readable, problems_of, sft_rows
@@ -174,6 +174,33 @@ def test_problems_that_cannot_be_read_end_a_run_before_it_starts(monkeypatch, tm
     rows = list(sft_rows(problems_of("svamp")))
     assert len(rows) > 20, "new numbers make several rows"
     assert len({row["messages"][0]["content"] for row in rows}) == len(rows)
+
+
+def test_a_relative_output_folder_counts_from_the_folder_of_the_user(monkeypatch, tmp_path):
+    found = []
+
+    def stop(phases: Any, folder: Path, *_: Any) -> None:
+        found.append(folder)
+        raise PhaseError("stopped")
+
+    monkeypatch.setattr(smollm_run, "run_phases", stop)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(PhaseError):
+        main(make_parser().parse_args(["--tiny", "--task", "words", "--output_dir", "mine"]))
+    assert found == [tmp_path / "mine" / "words"]
+
+
+def test_a_tiny_model_that_was_stopped_is_made_again(monkeypatch, tmp_path):
+    """It has its weights, and no tokenizer yet."""
+    (tmp_path / "tiny").mkdir()  # as the command does
+    with monkeypatch.context() as patch:
+        patch.setattr("transformers.PreTrainedTokenizerFast.save_pretrained", lambda *_: pytest.fail("stopped"))
+        with pytest.raises(pytest.fail.Exception):
+            smollm_model.tiny(tmp_path / "tiny")
+    smollm_model.convert(smollm_model.tiny(tmp_path / "tiny"), tmp_path / "out")
+    load_tokenizer(tmp_path / "out")
+    before = (tmp_path / "tiny" / "model.safetensors").stat().st_mtime_ns
+    assert (smollm_model.tiny(tmp_path / "tiny") / "model.safetensors").stat().st_mtime_ns == before
 
 
 def test_problems_without_places_for_numbers_are_trained_on_as_they_are(tmp_path):

@@ -64,7 +64,7 @@ def run(args: FillFlags) -> None:
     }
     given, masked = (torch.tensor([row], device=model.device) for row in (ids, hidden))
     filled = infill(model, given, masked, **options).ids[0]
-    sys.stdout.write(f"{tokenizer.decode(filled[before : len(ids) - after])}\n")
+    sys.stdout.write(f"{decode(tokenizer, filled[before : len(ids) - after])}\n")
 
 
 def pieces_of(text: str) -> list[str | int]:
@@ -80,23 +80,60 @@ def pieces_of(text: str) -> list[str | int]:
     return [piece for piece in pieces if piece != ""]
 
 
+def decode(tokenizer: Any, ids: Any) -> str:
+    """The text of ids, without the changes that some tokenizers make to spaces before punctuation."""
+    return str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+
+
+def encode_piece(tokenizer: Any, piece: str, before: list[int]) -> list[int]:
+    """The ids of a piece of text after the ids `before`, which end with a placeholder or are none.
+
+    Some tokenizers (Metaspace of SentencePiece) put a space before a text that they tokenise alone. The piece is then
+    tokenised after a character or the mask token, whose ids are cut off again. ValueError if no way gives the piece
+    back as text. Tokenizers whose texts have spaces between all tokens, as those of words, cannot tell and are not
+    checked.
+    """
+    from d1.models.tokenizer import encode_text
+
+    plain = encode_text(tokenizer, piece)
+    mask = tokenizer.mask_token
+    if not before or decode(tokenizer, [tokenizer.mask_token_id] * 2) != mask * 2:
+        return plain
+    candidates = [plain]
+    for anchor in (mask, "x", ".", "0"):
+        anchor_ids = list(tokenizer(anchor, add_special_tokens=False)["input_ids"])
+        ids = list(tokenizer(anchor + piece, add_special_tokens=False)["input_ids"])
+        if ids[: len(anchor_ids)] == anchor_ids:
+            candidates.append(ids[len(anchor_ids) :])
+    text = decode(tokenizer, before) + piece
+    for ids in candidates:
+        if decode(tokenizer, before + ids) == text:
+            return ids
+    found = decode(tokenizer, before + plain).removeprefix(decode(tokenizer, before))
+    raise ValueError(
+        f"{tokenizer.name_or_path} would write the text {piece!r} after a placeholder as {found!r}: change the text, "
+        "or move the placeholder to its end"
+    )
+
+
 def encoded(tokenizer: Any, pieces: list[str | int]) -> tuple[list[int], list[bool], int, int]:
     """The ids, which of them are hidden, and the number of special tokens that the tokenizer adds before and after.
 
     Pieces are tokenised one by one, so that a placeholder always has its number of tokens, whatever its neighbours are.
     """
-    from d1.models.tokenizer import encode_text
-
     special = list(tokenizer("")["input_ids"])  # [BOS], or [CLS] and [SEP]
     before = (len(special) + 1) // 2
     ids, hidden, after = special[:before], [False] * before, special[before:]
     for piece in pieces:
-        own = [tokenizer.mask_token_id] * piece if isinstance(piece, int) else encode_text(tokenizer, piece)
-        if isinstance(piece, str) and tokenizer.mask_token_id in own:
-            raise ValueError(
-                f"the text {piece!r} has {tokenizer.mask_token}, the model's own mask token, which would not be filled "
-                "in: write [MASK] where a token is missing"
-            )
-        ids += own
-        hidden += [isinstance(piece, int)] * len(own)
+        if isinstance(piece, int):
+            piece_ids = [tokenizer.mask_token_id] * piece
+        else:
+            piece_ids = encode_piece(tokenizer, piece, ids[before:])
+            if tokenizer.mask_token_id in piece_ids:
+                raise ValueError(
+                    f"the text {piece!r} has {tokenizer.mask_token}, the model's own mask token, which would not be "
+                    "filled in: write [MASK] where a token is missing"
+                )
+        ids += piece_ids
+        hidden += [isinstance(piece, int)] * len(piece_ids)
     return ids + after, hidden + [False] * len(after), before, len(after)

@@ -75,7 +75,9 @@ class FitFlags:
     length: Annotated[int | None, COUNT] = setting(None, "tokens per row, prompt and completion")
     block_length: Annotated[int, COUNT] = setting(32)
     gpus: Annotated[int | None, COUNT] = setting(None, "(default: 1, or by the head of the --config file)")
-    zero: int | None = setting(None, "DeepSpeed ZeRO stage (default: as for --gpus, or 0)", type=int, choices=range(4))
+    zero: int | None = setting(
+        None, "DeepSpeed ZeRO stage; 3 also for FSDP2 (default: as for --gpus, or 0)", type=int, choices=range(4)
+    )
     dtype: str = setting("bfloat16", choices=DTYPES)
     lora_r: Annotated[int, NATURAL] = setting(128, "0: train all weights (default: %(default)s)")
     lora_targets: list[str] | None = setting(None, "attention, all-linear or names of modules", nargs="+")
@@ -193,6 +195,8 @@ def hardware_of(file: Path) -> dict[str, Any]:
     if (match := LAUNCH.search(text)) and (launch := file.resolve().parents[1] / match[1]).is_file():
         config = yaml.safe_load(launch.read_text(encoding="utf-8"))
         found["zero"] = config.get("deepspeed_config", {}).get("zero_stage", 0)
+        if config.get("distributed_type") == "FSDP":  # weights, gradients and optimizer are split as by ZeRO-3
+            found["zero"] = 3
     return found
 
 
@@ -206,7 +210,7 @@ def rows_of(name: str, data_file: str | None, rows: int | None) -> int:
 
 def sft_recipe(file: Path, gpus: int, rows: int | None) -> Recipe:
     """The SFT run that a file describes, on this many GPUs."""
-    from d1.models.kinds import block_size
+    from d1.models.kinds import block_size, has_masks
     from d1.sft.train import make_parser
 
     args = make_parser().parse_args(["--config", str(file)])
@@ -219,10 +223,18 @@ def sft_recipe(file: Path, gpus: int, rows: int | None) -> Recipe:
     flags["dtype"] = args.dtype or ("float32" if args.bf16 == "false" else "bfloat16")
     flags["lora_targets"] = args.lora_target_modules
     config = config_of(args.model_name)
-    size = block_size(config)
-    streams = args.max_length * (2 if size else 1)  # a block-causal model reads the row clean and noised
-    tokens = float(steps * args.grad_accum_steps * gpus * batch * streams * args.edit_turns)
+    # The tokens of a row that a forward pass processes: a block-causal model reads the row clean and noised, and one
+    # with uniform noise reads the row and a canvas.
+    streams = args.max_length * (2 if block_size(config) else 1)
+    if not has_masks(config):
+        streams = args.max_length + config.canvas_length
+    rows_of_run = float(steps * args.grad_accum_steps * gpus * batch * args.edit_turns)
+    tokens = rows_of_run * streams
     parts = {"forward": tokens * (1 + args.gradient_checkpointing), "backward": tokens * (1 + args.full_finetuning)}
+    if not has_masks(config):
+        # The canvases of a batch are decoded once more, without gradients, if one of its rows is conditioned.
+        is_conditioned = 1 - (1 - args.self_conditioning) ** batch
+        parts["forward"] += rows_of_run * config.canvas_length * is_conditioned
     return Recipe(flags, config, steps, 1, parts, args.max_length)
 
 
@@ -245,7 +257,7 @@ def rl_recipe(file: Path, gpus: int, rows: int | None) -> Recipe:
     config = config_of(args.model_path)
     size = block_size(config)
     args.block_length = args.block_length or size or 32
-    args.sampling_settings(config)  # which says how a block's first token is predicted
+    sampling = args.sampling_settings(config)  # which says how a block's first token is predicted
     size = args.block_length if has_causal_context(config) else size
     numbers = plan(args, rows_of(args.dataset, args.data_file, rows), size)
     length, targets = args.max_prompt_length + args.max_completion_length, model.lora_target_modules
@@ -267,10 +279,30 @@ def rl_recipe(file: Path, gpus: int, rows: int | None) -> Recipe:
         each = scored * (1 if model.use_peft or "backward" not in purpose else 2) * passes
         if purpose == "sampling":
             each = passes * (size or length) + (length if size else 0)
+        if purpose.startswith("sampling") and not size and sampling.cache in ("dual", "prefix"):
+            each = (
+                window_tokens(sampling, length, shift=getattr(config, "predicts_next_token", False))
+                * passes
+                / sampling.max_passes()
+            )
         if head == "passes per completion (maximum)":
             parts[purpose] = float(completions * each)
     per_rollout = max(1, numbers["optimizer steps"] // max(1, numbers["rollouts"]))
     return Recipe(flags, config, numbers["optimizer steps"], per_rollout, parts, length)
+
+
+def window_tokens(sampling: Any, length: int, shift: bool) -> int:
+    """The tokens of a row of `length` tokens that the passes of a completion process with the cache "dual" or "prefix":
+    the first pass of each block all of them, later ones the block ("dual") or the canvas from there on. A model whose
+    logits predict the next token (`shift`) processes the token before, too."""
+    tokens = start = 0
+    for steps in sampling.schedule():
+        window = sampling.block_length
+        if sampling.cache == "prefix":
+            window = sampling.gen_length - start
+        tokens += length + (len(steps) + sampling.post_steps - 1) * (window + shift)
+        start += sampling.block_length
+    return tokens
 
 
 def config_of(model_path: str) -> Any:

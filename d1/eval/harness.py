@@ -46,7 +46,7 @@ from d1.files import read_object, write_atomically
 from d1.masking import keyed_generator
 from d1.models.attention import left_pad
 from d1.models.head import NotFiniteError, why_not_finite
-from d1.models.kinds import block_size, check_room
+from d1.models.kinds import block_size, check_room, max_positions
 from d1.models.tokenizer import check_chat_template, cut_at_stop, encode_prompt, end_ids, render_prompt
 from d1.ranges import COUNT, SEED, setting
 from d1.runs.cli import SettingsParser
@@ -365,7 +365,9 @@ class HarnessModel:
 
     @property
     def max_length(self) -> int:
-        return int(self.model.config.max_position_embeddings)
+        positions = max_positions(self.model.config)
+        assert positions is not None
+        return positions
 
     @property
     def tokenizer_name(self) -> str:

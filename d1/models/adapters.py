@@ -105,11 +105,20 @@ def adapter_chain(path: str, adapter: str | Path | Sequence[str | Path] | None) 
         check_model_path(folder)
         if find_adapter_config_file(folder) is None:
             raise ValueError(f"{folder} has no adapter_config.json: it is not an adapter")
-    if path in adapters:
+    locations = [location_of(folder) for folder in adapters]
+    for number, folder in enumerate(adapters):
+        if locations[number] in locations[:number]:
+            raise ValueError(f"adapter {folder} is given twice, and would be put on the model twice: name it once")
+    if location_of(path) in locations:
         raise ValueError(f"{path} is given as the model and as an adapter: name its base, or leave the adapter out")
+
+    below: list[str] = []  # locations of the adapters that are the base of another one
     while find_adapter_config_file(path) is not None:
-        if path in adapters:
+        if location_of(path) in below:
             raise ValueError(f"adapter {path} names itself as its base")
+        if location_of(path) in locations:
+            raise ValueError(f"adapter {path} is given, and {adapters[0]} is on it already: name one of them")
+        below.append(location_of(path))
         adapters.insert(0, path)
         base = peft_config(path).base_model_name_or_path
         if not base or not isinstance(base, str):
@@ -120,6 +129,11 @@ def adapter_chain(path: str, adapter: str | Path | Sequence[str | Path] | None) 
         path = base
         check_model_path(path)
     return path, adapters
+
+
+def location_of(path: str) -> str:
+    """The same text for all spellings of a folder's path; a hub name is unchanged."""
+    return str(Path(path).resolve()) if Path(path).is_dir() else path
 
 
 def peft_config(folder: str) -> PeftConfig:

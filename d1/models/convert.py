@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,18 @@ from tqdm import tqdm
 from transformers import AutoTokenizer
 from transformers.utils import find_adapter_config_file
 
-from d1.files import give_usual_mode, writing
-from d1.models.adapters import adapter_chain, add_adapter, export_adapter, merge_adapter, untie_adapted
+from d1.files import check_index, check_output_dir, give_usual_mode, read_object, writing
+from d1.models.adapters import (
+    adapter_chain,
+    add_adapter,
+    check_model_path,
+    export_adapter,
+    merge_adapter,
+    untie_adapted,
+)
 from d1.models.attention import CAUSAL_CONTEXT, check_attention
 from d1.models.fingerprints import warn_of_other_base
-from d1.models.formats.gguf import gguf_config, gguf_file, gguf_types, load_gguf
+from d1.models.formats.gguf import check_all_used, gguf_config, gguf_file, gguf_types, load_gguf
 from d1.models.formats.released import as_released
 from d1.models.head import unwrapped
 from d1.models.kinds import (
@@ -40,31 +47,36 @@ from d1.models.kinds import (
     raw_config,
     released_kind,
 )
-from d1.models.load import check_loaded, load_model, prepare
+from d1.models.load import REFUSAL, check_loaded, load_model, prepare
 from d1.models.tokenizer import PLAIN_CHAT_TEMPLATE, check_mask_token, has_tokenizer, load_tokenizer
-from d1.transformers_bridge import checkpoint_dtype, stored_weights
+from d1.transformers_bridge import checkpoint_dtype, file_of, has_file, stored_weights
 
 MASKED_FIELDS = ("mask_token_id", "block_size", "canvas_length")  # which only the config of a masked model has
+GENERATION_CONFIG = "generation_config.json"
 SHARD_BYTES = 5 * 10**9  # largest size of one file of weights
 
 logger = logging.getLogger(__name__)
 
 
 def fresh_folder(out: str) -> Path:
-    """The output folder; FileExistsError if it is not empty (it may hold the model that is read)."""
+    """The output folder; FileExistsError if it is not empty (it may hold the model that is read), ValueError if it
+    cannot be written."""
     folder = Path(out)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(f"{out} exists and is not an empty folder: name a new one")
+    check_output_dir(folder, "OUT")
     return folder
 
 
 def merge(base: str, adapters: list[str], out: str, dtype: str = "auto", device: str | None = None) -> None:
-    """Fold `adapters` into `base`, in order of training, and save the result with its tokenizer to `out`, in the format
-    of the base. `dtype` "auto" is that of the base."""
+    """Fold `adapters` into `base`, in order of training, and save the result to `out`, in the format of the base, with
+    the tokenizer of the last adapter that has one, else that of the base. `dtype` "auto" is that of the base."""
     folder = fresh_folder(out)
     path, chain = adapter_chain(base, adapters)
     warn_of_other_base(path, chain)
-    model: Any = load_model(path, dtype, device)
+    tokenizer = read_tokenizer(path, chain)
+    snapshot = snapshot_folder(path)
+    model: Any = load_model(snapshot, dtype, device)
     for adapter in tqdm(chain, desc="merging", unit="adapter"):
         model = merge_adapter(add_adapter(model, adapter), adapter)
     model.name_or_path = path
@@ -72,9 +84,26 @@ def merge(base: str, adapters: list[str], out: str, dtype: str = "auto", device:
     if KINDS[kind].release_config is None:
         with saving(folder):
             model.save_pretrained(folder)
-        save_tokenizer(path, folder)
+        save_tokenizer(tokenizer, path, folder)
     else:
-        write_released(model, kind, path, folder)
+        write_released(model, kind, snapshot, tokenizer, folder)
+
+
+def snapshot_folder(source: str) -> str:
+    """The folder of a model's files. Those of a hub name are downloaded to the hub's cache, because only its files say
+    which dtype each weight has; a name without safetensors is unchanged."""
+    if Path(source).is_dir():
+        return source
+    names = ["model.safetensors"]
+    index = file_of(source, "model.safetensors.index.json")
+    if index is not None and not has_file(source, names[0]):  # of both, Transformers takes the single file
+        check_index(Path(index), complete=False)
+        names = sorted({*read_object(Path(index))["weight_map"].values()})
+    files = [file_of(source, name) for name in ("config.json", *names)]
+    if None in files:
+        return source
+    file_of(source, GENERATION_CONFIG)
+    return str(Path(str(files[0])).parent)
 
 
 def load_whole(source: str) -> Any:
@@ -82,43 +111,78 @@ def load_whole(source: str) -> Any:
     base, adapters = adapter_chain(source, None)
     if adapters:
         raise ValueError(f"{source} is an adapter: run `python -m d1 merge {base} {source} OUT` first")
-    return load_model(source, "auto")
+    return load_model(snapshot_folder(source), "auto")
 
 
-def save_tokenizer(source: str, folder: Path) -> None:
-    """Copy the tokenizer, with its special tokens resolved; a model without a tokenizer is not an error."""
-    if has_tokenizer(source):
-        load_tokenizer(source).save_pretrained(folder)
-    else:
+def read_tokenizer(base: str, adapters: Sequence[str] = ()) -> Any:
+    """The tokenizer of the last adapter that has one, else that of the base; None if there is none."""
+    for adapter in reversed(adapters):
+        if has_tokenizer(adapter):
+            return load_tokenizer(adapter, base=base)
+    if has_tokenizer(base):
+        return load_tokenizer(base)
+    return None
+
+
+def save_tokenizer(tokenizer: Any, source: str, folder: Path) -> None:
+    """Write a tokenizer, with its special tokens resolved; a model without a tokenizer (None) is not an error."""
+    if tokenizer is None:
         logger.warning("%s has no tokenizer: %s holds only the weights", source, folder)
+    else:
+        tokenizer.save_pretrained(folder)
 
 
 def export(source: str, out: str, kind: str) -> None:
     """Write a model with the config and weight names of a released format (an entry of `KINDS`), or an adapter with its
-    module names, for the format's own code; ValueError if the format cannot represent it."""
+    module names and its own tokenizer, for the format's own code; ValueError if the format cannot represent it."""
     folder = fresh_folder(out)
+    check_model_path(source)
     if find_adapter_config_file(source) is not None:
+        tokenizer = None
+        if has_tokenizer(source):
+            tokenizer = load_tokenizer(source)
         export_adapter(source, folder, kind)
+        if tokenizer is not None:
+            save_released_tokenizer(tokenizer, folder)
         return
-    write_released(load_whole(source), kind, source, folder)
+    tokenizer = read_tokenizer(source)
+    snapshot = snapshot_folder(source)
+    write_released(load_whole(snapshot), kind, snapshot, tokenizer, folder)
 
 
-def write_released(model: Any, kind: str, source: str, folder: Path) -> None:
-    """Write the weights and config of `model`, and the tokenizer of `source`, in the released format `kind`."""
-    config = released_config(model, kind, source)
+def write_released(model: Any, kind: str, source: str, tokenizer: Any, folder: Path) -> None:
+    """Write the weights and config of `model`, the generation config in the folder `source`, and the tokenizer (None:
+    there is none) in the released format `kind`."""
+    config = released_config(model, kind, source, tokenizer)
     folder.mkdir(parents=True, exist_ok=True)
     save_shards(released_weights(model, kind, source), folder)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    save_tokenizer(source, folder)
+
+    # The length of a completion and token ids, without what only this library's models have
+    generation_config = Path(source) / GENERATION_CONFIG
+    if generation_config.is_file():
+        fields = read_object(generation_config)
+        if fields.get("sequence_bias") == REFUSAL:
+            del fields["sequence_bias"]
+        (folder / GENERATION_CONFIG).write_text(json.dumps(fields, indent=2) + "\n")
+
+    if tokenizer is None:
+        save_tokenizer(None, source, folder)
+    else:
+        save_released_tokenizer(tokenizer, folder)
+
+
+def save_released_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """Write a tokenizer for released code, which runs on Transformers 4 and knows the class by its older name."""
+    tokenizer.save_pretrained(folder)
     tokenizer_config = folder / "tokenizer_config.json"
-    if tokenizer_config.exists():  # released code runs on Transformers 4, which knows the class by its older name
-        fields = json.loads(tokenizer_config.read_text())
-        if fields.get("tokenizer_class") == "TokenizersBackend":
-            fields["tokenizer_class"] = "PreTrainedTokenizerFast"
-        tokenizer_config.write_text(json.dumps(fields, indent=2) + "\n")
+    fields = read_object(tokenizer_config)
+    if fields.get("tokenizer_class") == "TokenizersBackend":
+        fields["tokenizer_class"] = "PreTrainedTokenizerFast"
+    tokenizer_config.write_text(json.dumps(fields, indent=2) + "\n")
 
 
-def released_config(model: Any, kind: str, source: str) -> dict[str, Any]:
+def released_config(model: Any, kind: str, source: str, tokenizer: Any) -> dict[str, Any]:
     """The released `config.json`; its code comes from the hub, and token ids that it lacks from the tokenizer."""
     entry = KINDS[kind]
     if entry.release_config is None:
@@ -138,8 +202,7 @@ def released_config(model: Any, kind: str, source: str) -> dict[str, Any]:
         config["auto_map"] = auto_map
 
     # Token ids
-    if has_tokenizer(source):
-        tokenizer = load_tokenizer(source)
+    if tokenizer is not None:
         for name in ("mask_token_id", "eos_token_id", "pad_token_id"):
             if name in config and config[name] is None:
                 config[name] = getattr(tokenizer, name)
@@ -157,8 +220,9 @@ def released_weights(model: Any, kind: str, source: str) -> Iterator[tuple[str, 
     state = model.state_dict()
     has_dtype_of_source = checkpoint_dtype(source) == model.dtype
     for native_name in state:
+        is_tied_head = native_name == "lm_head.weight" and model.config.tie_word_embeddings
         for name, weight in KINDS[kind].release_weight(native_name, state):
-            if native_name == "lm_head.weight" and model.config.tie_word_embeddings and name not in stored:
+            if is_tied_head and name not in stored:
                 continue
             # A weight that is as it was read is written in the precision of its file: 16 bits would cut a router in
             # float32.
@@ -168,6 +232,8 @@ def released_weights(model: Any, kind: str, source: str) -> Iterator[tuple[str, 
                     original = opened.get_tensor(name)
                 if torch.equal(original.to(weight), weight):
                     weight = original
+            if is_tied_head:
+                weight = weight.clone()  # files hold no two names of one memory
             yield name, weight
 
 
@@ -370,8 +436,26 @@ def read_autoregressive(source: str, mask_token: str) -> tuple[Any, Any]:
     check_kind(config.model_type, str(file))
     model, tokenizer, report = load_gguf(file)
     check_loaded(str(file), report)
+    check_all_used(file, model)
     refuse_masked_model(str(file), config, kind_of(config), vars(config), tokenizer.mask_token, mask_token)
     return prepare(model), tokenizer
+
+
+def check_new_id(tokenizer: Any, mask_token: str, rows: int) -> None:
+    """Raise ValueError if the id that a tokenizer gave its mask token is that of another token, or none of an embedding
+    of `rows` rows. The tokenizers library takes the number of tokens, which is a used id if some ids below are free."""
+    number = tokenizer.mask_token_id
+    same = [token for token, other in tokenizer.get_vocab().items() if other == number and token != mask_token]
+    problem = ""
+    if same:
+        problem = f"which is that of {same[0]!r}"
+    elif number >= rows:
+        problem = f"and the embedding has {rows} rows"
+    if problem:
+        raise ValueError(
+            f"{tokenizer.name_or_path}: its tokens have ids with holes, so a new token {mask_token!r} gets the id "
+            f"{number}, {problem}: name a spare token of the vocabulary with --mask_token"
+        )
 
 
 def a2d(
@@ -415,6 +499,7 @@ def a2d(
     token_count = min(rows, len(tokenizer))  # rows beyond the tokenizer are padding
     check_mask_token(tokenizer, mask_token)
     tokenizer.add_special_tokens({"mask_token": mask_token})
+    check_new_id(tokenizer, mask_token, max(rows, len(tokenizer)))
     if len(tokenizer) > rows:
         model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     config.mask_token_id = tokenizer.mask_token_id

@@ -257,10 +257,24 @@ def check_since(kind: Kind, model_type: str, name: str) -> None:
         )
 
 
+def max_positions(config: Any) -> int | None:
+    """The largest number of tokens in a text of a model of this config; None if the config states none. Position ids
+    of some kinds begin after the id of the padding token, which leaves fewer. With longrope, the frequencies of all
+    positions change with the longest text of a batch beyond its original length: cached keys and rows that share a
+    batch would be wrong, so this length is the largest."""
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is not None and kind_of(config).positions_after_padding:
+        positions -= config.pad_token_id + 1
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope" and "original_max_position_embeddings" in rope:
+        positions = rope["original_max_position_embeddings"]
+    return positions
+
+
 def check_room(config: Any, shown: int, hidden: int, advice: str = "") -> None:
     """Raise ValueError, whose message ends with `advice`, if a row of `shown` tokens of text and `hidden` tokens to
     fill in is too long for a model of this config."""
-    room = getattr(config, "max_position_embeddings", None)
+    room = max_positions(config)
     if room is not None and shown + hidden > room:
         row = f"{shown} tokens of text"
         if hidden:
@@ -308,7 +322,7 @@ def default_gen_length(path: str, config: Any) -> int | None:
         length = GenerationConfig.from_pretrained(path).max_new_tokens
     except OSError:  # there is no such file
         return None
-    room = getattr(config, "max_position_embeddings", None)
+    room = max_positions(config)
     if length is None or (room is not None and length >= room):
         return None
     return int(length)

@@ -7,6 +7,8 @@ head, where they work unchanged under PEFT, DDP, FSDP, DeepSpeed and TRL.
 from __future__ import annotations
 
 import os
+import pickle
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -54,8 +56,11 @@ from d1.transformers_bridge import (
 )
 
 FLOAT_TYPES = ("BF16", "F16", "F32", "F64")  # of weights that can be read, as safetensors names them
+PICKLED = "pytorch_model*.bin"  # files of weights that PyTorch wrote
 # Parts of names of weights that are only used in BERT's pretraining
 PRETRAINING_WEIGHTS = ("pooler.", "cls.seq_relationship.", "position_ids")
+
+GENERATION_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id", "max_new_tokens")
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
@@ -95,6 +100,7 @@ def prepare(model: Model) -> Model:
         raise ValueError(f"{name} runs its own code for {config.model_type!r}: load_model(path) uses a native class")
     if kind.encoder and getattr(config, "is_decoder", False):
         raise ValueError(f"this {name} was built to be causal: build it from a config with is_decoder=False")
+    keep_valid_generation_config(inner)
     if kind.uniform_noise:
         attend_both_ways(config, name)
         share_weights(inner)
@@ -135,6 +141,19 @@ def prepare(model: Model) -> Model:
     return model
 
 
+def keep_valid_generation_config(model: Any) -> None:
+    """Leave only token ids and `max_new_tokens` of a generation config that Transformers reads and refuses to save,
+    such as a temperature without `do_sample`: a run would end at its first checkpoint. Nothing here reads the rest."""
+    config = getattr(model, "generation_config", None)
+    if config is None:
+        return
+    try:
+        config.validate(strict=True)
+    except ValueError:
+        kept = {name: getattr(config, name) for name in GENERATION_FIELDS}
+        model.generation_config = type(config)(**kept)
+
+
 def load_model(
     path: str | Path | ModelFolder,
     dtype: torch.dtype | str | None = None,
@@ -161,9 +180,12 @@ def load_model(
         quantization: "nf4" for 4-bit weights (QLoRA, arXiv 2305.14314), which needs bitsandbytes.
 
     Raises:
-        ValueError: The kind is not supported, or weights are missing, unexpected or of another shape.
+        ValueError: The kind is not supported, weights are missing, unexpected or of another shape, a file is damaged,
+            or there is no such device.
     """
     check_environment(prepare)
+    if device is not None:
+        check_device(device)
     if isinstance(path, ModelFolder):
         folder = path
         if adapter is not None:
@@ -210,6 +232,18 @@ def load_on_device(path: str | ModelFolder, dtype: str | None = None, **options:
     return load_model(path, named_dtype(dtype), device, **options)
 
 
+def check_device(device: str | torch.device) -> None:
+    """Raise ValueError for a device that PyTorch does not know, and for a GPU that is not there."""
+    try:
+        parsed = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device {device!r} is unknown to PyTorch: use cpu, cuda or cuda:NUMBER") from error
+    if parsed.type == "cuda" and (parsed.index or 0) >= torch.cuda.device_count():
+        raise ValueError(
+            f"device {device} is not there: PyTorch {torch.__version__} sees {torch.cuda.device_count()} GPUs; use cpu"
+        )
+
+
 def named_dtype(name: str | None) -> torch.dtype:
     """A dtype by its name; None is bfloat16 on a GPU and float32 on a CPU."""
     if name:
@@ -230,6 +264,7 @@ def load_base(folder: ModelFolder, options: dict[str, Any]) -> Any:
             "experts, which would stay in 16 bits: leave load_in_4bit out"
         )
     check_stored_types(path)
+    check_pickled_files(path)
     attention_of(config)  # an unknown name is an error before the weights are read
     if not is_local:
         index = file_of(path, "model.safetensors.index.json")
@@ -251,7 +286,11 @@ def load_base(folder: ModelFolder, options: dict[str, Any]) -> Any:
             )
     except SafetensorError as error:
         raise ValueError(f"{path}: a file of weights is damaged or cut off ({error})") from error
+    except (pickle.UnpicklingError, EOFError) as error:
+        raise ValueError(f"{path}: a file {PICKLED} is damaged or cut off: copy or download it again") from error
     except (RuntimeError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
+        if str(error).startswith("unexpected EOF"):  # PyTorch's, of a file without an archive
+            raise ValueError(f"{path}: a file {PICKLED} is damaged or cut off: copy or download it again") from error
         if "conversion of the weights" in str(error):  # of experts, for example: Transformers' report names them
             raise ValueError(f"{path}: the weights do not fit the config: some cannot be stacked or split") from error
         with torch.device("meta"), reading(path, "its config.json describes no model that can be built"):
@@ -278,6 +317,18 @@ def check_stored_types(path: str) -> None:
                 f"{file} stores {name} as {dtype}, not as one of {', '.join(FLOAT_TYPES)}: quantised weights would be "
                 "read without their scales. Use the original weights (load_in_4bit quantises these)"
             )
+
+
+def check_pickled_files(path: str) -> None:
+    """Raise ValueError for a folder whose weights are in `pytorch_model*.bin` if one of these files is something else,
+    such as an error page, or cut off."""
+    if any(Path(path).glob("*.safetensors")):
+        return
+    for file in sorted(Path(path).glob(PICKLED)):
+        with file.open("rb") as opened:
+            begins_as_pickle = opened.read(1) == b"\x80"  # before PyTorch 1.6
+        if not begins_as_pickle and not zipfile.is_zipfile(file):
+            raise ValueError(f"{file} holds no weights of PyTorch, or is cut off: copy or download it again")
 
 
 def auto_class(config: PreTrainedConfig) -> Any:

@@ -45,7 +45,9 @@ PLAIN_CHAT_TEMPLATE = (
 )
 
 
-def load_tokenizer(path: str | Path, *, plain_chat_template: bool = False) -> PreTrainedTokenizerBase:
+def load_tokenizer(
+    path: str | Path, *, plain_chat_template: bool = False, base: str | None = None
+) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model, padding left, with every special token this project relies on.
 
     Each token comes from the tokenizer, else from the ids in `config.json`, else from here. `save_pretrained` keeps it.
@@ -58,6 +60,8 @@ def load_tokenizer(path: str | Path, *, plain_chat_template: bool = False) -> Pr
     Args:
         path: A checkpoint folder, hub name or adapter folder (its own tokenizer, else that of its base).
         plain_chat_template: Give a tokenizer without a chat template `PLAIN_CHAT_TEMPLATE`.
+        base: The model that an adapter's own tokenizer has to fit; None: the one that the adapter names, if it is
+            there.
 
     Raises:
         ValueError: No mask or EOS token is found; the mask token is another special token or ordinary text, or has
@@ -87,8 +91,10 @@ def load_tokenizer(path: str | Path, *, plain_chat_template: bool = False) -> Pr
         raise
     if not raw:
         with suppress(OSError, ValueError):  # an adapter's own tokenizer must fit the base
-            base, _ = adapter_chain(folder, None)
+            if base is None:
+                base, _ = adapter_chain(folder, None)
             raw = raw_config(base)
+            kind = KINDS.get(released_kind(raw), Kind())
     tokenizer = cls.from_pretrained(folder, **options, **special_tokens(tokenizer, raw, kind))
     if tokenizer.chat_template is None and plain_chat_template:
         tokenizer.chat_template = PLAIN_CHAT_TEMPLATE
@@ -110,7 +116,7 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase, raw: dict[str, Any], kind
     """The tokenizer's special tokens; one that it lacks comes from the id in the config `raw`, or is a usual one."""
     folder = tokenizer.name_or_path
     vocab = tokenizer.get_vocab()
-    rows = raw.get("embedding_size", raw.get("vocab_size", len(vocab)))
+    rows = raw.get("embedding_size") or raw.get("vocab_size") or len(vocab)
     names = ["eos_token", "pad_token", "eot_token"]
     if not kind.uniform_noise:
         names.insert(0, "mask_token")
@@ -127,6 +133,8 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase, raw: dict[str, Any], kind
     for name in names:
         token = getattr(tokenizer, name, None)
         number = raw.get(f"{name}_id")
+        if isinstance(number, list) and number:  # of EOS, all tokens that end a text
+            number = number[0]
         if token is None and isinstance(number, int) and 0 <= number < rows:  # some configs have a padding id of -1
             token = tokenizer.convert_ids_to_tokens(number)
         if token is None:

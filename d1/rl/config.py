@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import torch
 from trl import GRPOConfig
 
-from d1.models.kinds import block_size
+from d1.models.kinds import block_size, max_positions
 from d1.ranges import (
     AMOUNT,
     BELOW_ONE,
@@ -488,7 +488,7 @@ class DiffuGRPOConfig(GRPOConfig):
         tokens. Steps that nobody gave follow."""
         if not self.canvas_is_unset:
             return
-        room, default = getattr(model_config, "max_position_embeddings", None), int(self.max_completion_length or 0)
+        room, default = max_positions(model_config), int(self.max_completion_length or 0)
         block = self.block_length or block_size(model_config) or BLOCK_LENGTH
         length, why = default, ""
         if default_gen_length is not None:

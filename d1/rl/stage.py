@@ -22,7 +22,6 @@ from d1.models import load_model, load_tokenizer
 from d1.models.adapters import lora_targets, merge_adapter
 from d1.models.folder import ModelFolder
 from d1.models.kinds import has_masks, kind_of
-from d1.models.precision import cpu_runs_bf16
 from d1.models.tokenizer import (
     check_chat_template,
     check_mask_token,
@@ -49,7 +48,7 @@ from d1.rl.trainer import DiffuGRPOTrainer, StopAtCompute, budget_exhausted
 from d1.runs.checkpoints import read_state
 from d1.runs.console import log_to_console
 from d1.runs.record import ROWS, hash_rows
-from d1.runs.stage import Prepared, Stage
+from d1.runs.stage import Prepared, Stage, check_model_is_kept, cpu_default_bf16
 from d1.runs.turns import TurnSettings
 from d1.sampling.graphs import check_compile
 from d1.sampling.settings import SamplingFlags
@@ -65,6 +64,7 @@ def stage(args: DiffuGRPOConfig, model_args: ModelConfig, callbacks: list[Traine
 
     # What the model's config decides
     folder = ModelFolder.read(str(args.model_path))
+    check_model_is_kept(str(args.output_dir), folder)
     config = folder.config
     check_compile(
         args.compile,
@@ -74,7 +74,8 @@ def stage(args: DiffuGRPOConfig, model_args: ModelConfig, callbacks: list[Traine
         on_cpu=args.use_cpu,
     )
     args.resolve_canvas(config, folder.gen_length)
-    if args.bf16_is_unset and not args.bf16 and cpu_runs_bf16(config):
+    output_dir = Path(str(args.output_dir))
+    if args.bf16_is_unset and not args.bf16 and cpu_default_bf16(output_dir, args.resume_from_checkpoint, folder):
         args.bf16, args.mixed_precision = True, "bf16"  # as `TrainingArguments` sets both
 
     return Stage(

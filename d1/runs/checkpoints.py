@@ -23,6 +23,7 @@ from d1.runs.console import write_metrics
 logger = logging.getLogger(__name__)
 
 STATE = "trainer_state.json"
+ABANDONED = "abandoned"  # the folder of a run with the checkpoints of a branch that it does not continue
 SUMS = "checksums.json"  # of each other file in a checkpoint: its size in bytes and its SHA-256
 
 # Files of the Trainer, DeepSpeed, FSDP and diffu-GRPO that a model does not need.
@@ -47,11 +48,15 @@ WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "adapter_model.s
 
 
 @contextlib.contextmanager
-def staged_checkpoint(trainer: Trainer) -> Iterator[Path]:
+def staged_checkpoint(trainer: Trainer, resumed_from: Path | None = None) -> Iterator[Path]:
     """Inside, the Trainer writes its checkpoint under `output_dir/.saving`; afterwards, it is moved to `output_dir`.
 
     So a run that is killed while saving leaves no half-written `checkpoint-N`. Old checkpoints are deleted last.
     Yields the folder that is being written. OSError if it has no room.
+
+    Args:
+        resumed_from: of the first checkpoint after a resume, the one that the run continues from: those of later steps
+            are set aside (`set_aside_later`).
     """
     args = trainer.args
     state = trainer.state
@@ -87,6 +92,8 @@ def staged_checkpoint(trainer: Trainer) -> Iterator[Path]:
 
     if args.should_save:
         give_usual_mode(staging.rglob("*.safetensors"))
+        if resumed_from is not None:
+            set_aside_later(final, resumed_from)
         shutil.rmtree(final / name, ignore_errors=True)
         os.replace(staging / name, final / name)
         shutil.rmtree(staging)
@@ -94,17 +101,36 @@ def staged_checkpoint(trainer: Trainer) -> Iterator[Path]:
     trainer.accelerator.wait_for_everyone()
 
 
+def numbered_checkpoints(output_dir: Path) -> list[Path]:
+    """The checkpoints of a run by their steps, the earliest first."""
+    checkpoints = [path for path in output_dir.glob("checkpoint-*") if checkpoint_step(path) >= 0 and path.is_dir()]
+    return sorted(checkpoints, key=checkpoint_step)
+
+
+def set_aside_later(output_dir: Path, resumed_from: Path) -> None:
+    """Move the checkpoints of a run with later steps than `resumed_from`, the one that it continues from, into its
+    folder `ABANDONED`: a later resume would take the last of them. A folder without a step in its name moves none."""
+    step = checkpoint_step(resumed_from)
+    later = [path for path in numbered_checkpoints(output_dir) if checkpoint_step(path) > step]
+    if step < 0 or not later:
+        return
+    abandoned = output_dir / ABANDONED
+    abandoned.mkdir(exist_ok=True)
+    for path in later:
+        target = abandoned / path.name
+        copies = 1
+        while target.exists():  # of an earlier branch
+            copies += 1
+            target = abandoned / f"{path.name}-{copies}"
+        path.rename(target)
+    names = ", ".join(path.name for path in later)
+    logger.info("The run continues from %s: %s of the run before are now in %s.", resumed_from.name, names, abandoned)
+
+
 def rotate(saved: Path, limit: int | None, best: str | None) -> None:
     """Delete the oldest checkpoints next to `saved`, the newest, until `limit` are left (None: keep all). Older means
-    an earlier step, because clocks may go back. Steps after that of `saved` were left by a run that resumed from an
-    earlier checkpoint; they count as the oldest. `saved` and the `best` one stay, also beyond the limit."""
-    newest = checkpoint_step(saved)
-    checkpoints = []
-    for path in saved.parent.glob("checkpoint-*"):
-        if checkpoint_step(path) >= 0 and path.is_dir():
-            checkpoints.append(path)
-    checkpoints.sort(key=lambda path: (checkpoint_step(path) <= newest, checkpoint_step(path)))
-
+    an earlier step, because clocks may go back. `saved` and the `best` one stay, also beyond the limit."""
+    checkpoints = numbered_checkpoints(saved.parent)
     protected = {saved.name, Path(best or saved).name}
     excess = 0
     if limit and limit > 0:
@@ -127,15 +153,17 @@ def disk_full_advice(output_dir: Path) -> str:
 def checkpoint_to_resume(output_dir: str | Path, resume: str | bool | None) -> Path | None:
     """The checkpoint from which a run continues: None (start), the last one ("true"), or the folder `resume`.
 
-    ValueError if `output_dir` holds a run and `resume` is not set, or if the folder `resume` is not a checkpoint.
+    ValueError if `output_dir` holds a run and `resume` is not set or is a checkpoint of another run, or if the folder
+    `resume` is not a checkpoint.
     """
     last = None
     if os.path.isdir(output_dir):
         last = get_last_checkpoint(str(output_dir))
+    holds_run = last is not None or (Path(output_dir) / STATE).exists()
+    state = Path(last).name if last else "finished"
 
     if resume is None or str(resume).lower() == "false":
-        if last is not None or (Path(output_dir) / STATE).exists():
-            state = Path(last).name if last else "finished"
+        if holds_run:
             raise ValueError(
                 f"{output_dir} holds another run ({state}): continue it with --resume, or write to another folder"
             )
@@ -149,6 +177,12 @@ def checkpoint_to_resume(output_dir: str | Path, resume: str | bool | None) -> P
     folder = Path(str(resume))
     if not folder.is_dir() or (checkpoint_step(folder) < 0 and not (folder / STATE).is_file()):
         raise ValueError(f"--resume {resume}: it must be true, false or the folder of a checkpoint")
+    run_folder = Path(output_dir).resolve()
+    if holds_run and run_folder not in (folder.resolve(), folder.resolve().parent):
+        raise ValueError(
+            f"{output_dir} holds another run ({state}) than --resume {resume}: continue from one of its own "
+            "checkpoints, or write to another folder"
+        )
     return folder
 
 

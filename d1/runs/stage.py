@@ -22,7 +22,7 @@ from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_t
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 
-from d1.files import FileLock, LockHeldError, check_output_dir, give_usual_mode, writing
+from d1.files import FileLock, LockHeldError, check_output_dir, give_usual_mode, read_object, writing
 from d1.models import load_model, load_tokenizer
 from d1.models.adapters import lora_targets, merge_adapter
 from d1.models.convert import merge
@@ -39,7 +39,18 @@ from d1.runs.checkpoints import (
 )
 from d1.runs.cli import TrainingSettings, from_rank_0, raise_together
 from d1.runs.console import log_to_console, log_without_account, train_with_console
-from d1.runs.record import OPENING, ROWS, OnResume, hash_settings, identity, read_history, save_record, write_card
+from d1.runs.record import (
+    DELETE_RECORD,
+    OPENING,
+    RECORD,
+    ROWS,
+    OnResume,
+    hash_settings,
+    identity,
+    read_history,
+    save_record,
+    write_card,
+)
 from d1.transformers_bridge import RECOMPUTE
 
 logger = logging.getLogger(__name__)
@@ -108,7 +119,7 @@ class Stage:
             if training.should_save:
                 kind = trainer.accelerator.distributed_type.value  # Accelerate decides on FSDP when a trainer is made
                 save_record(folder, {**settings, **facts, "distributed_type": kind}, history, changed)
-            if changed:
+            if changed or (checkpoint and not history.settings):  # without a record, any setting may have changed
                 trainer.add_callback(RestartSchedule("learning_rate" in changed))
             train_with_console(trainer, checkpoint)
             trainer.save_model()
@@ -245,7 +256,9 @@ def trainer_arguments(args: TrainingSettings, **stage_arguments: Any) -> tuple[T
         raise ValueError("--attn_implementation flex_attention trains on a GPU only: use sdpa or eager on a CPU")
     log_to_console()
     model = ModelFolder.read(args.model_name)  # what cannot be read is refused before the processes connect
-    args.bf16 = args.bf16 or str(on_gpu() or cpu_runs_bf16(model.config)).lower()
+    check_model_is_kept(folder, model)
+    if args.bf16 is None:
+        args.bf16 = str(on_gpu() or cpu_default_bf16(folder, args.resume, model)).lower()
     mixed = args.bf16 == "true"
     ddp_backend = None
     if os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true" and not on_gpu():
@@ -280,6 +293,31 @@ def trainer_arguments(args: TrainingSettings, **stage_arguments: Any) -> tuple[T
         **stage_arguments,
     )
     return training, model
+
+
+def check_model_is_kept(output_dir: str | Path, model: ModelFolder) -> None:
+    """Raise ValueError if the folder of a run is that of the model it starts from, of the model's base or of one of its
+    adapters: the run would write over it. The run's folder `merged` is written anew at its end, too."""
+    run_folder = Path(output_dir).resolve()
+    for path in (model.path, model.base, *model.adapters):
+        if Path(path).is_dir() and Path(path).resolve() in (run_folder, run_folder / "merged"):
+            raise ValueError(
+                f"{path} is the model that the run starts from, and the run would write over it: write to another "
+                f"folder than {output_dir}"
+            )
+
+
+def cpu_default_bf16(folder: Path, resume: str | bool | None, model: ModelFolder) -> bool:
+    """Whether a run without --bf16 computes in bf16 on this CPU: as the run that it continues did, by its record, else
+    by a check of this processor, whose speed may differ from time to time."""
+    if resume is not None and str(resume).lower() != "false":
+        run_folder = folder if str(resume).lower() == "true" else Path(str(resume)).parent
+        record = run_folder / RECORD
+        if record.is_file():
+            bf16 = read_object(record, DELETE_RECORD)["settings"].get("bf16")
+            if bf16 is not None:
+                return str(bf16).lower() == "true"
+    return cpu_runs_bf16(model.config)
 
 
 def on_gpu() -> bool:

@@ -69,6 +69,7 @@ class RunTrainer(TrainerHooks):
         super().__init__(*args, **kwargs)
         skip_input_casts(self.model)
         self.add_callback(LoadExtra(self))
+        self.has_saved = False  # a checkpoint, since the run started or resumed
 
     def require_one_gpu(self) -> None:
         """Refuse (ValueError) a process that would split its batches over several GPUs."""
@@ -102,9 +103,13 @@ class RunTrainer(TrainerHooks):
 
     @contextlib.contextmanager
     def saving_checkpoint(self) -> Iterator[None]:
-        with staged_checkpoint(self) as folder:
+        resumed_from = None
+        if not self.has_saved:
+            resumed_from = self.resumed_from
+        with staged_checkpoint(self, resumed_from) as folder:
             yield
             self.save_extra(folder)
+        self.has_saved = True
 
     def check_best(self, checkpoint: Path) -> None:
         require_best(checkpoint)
@@ -210,6 +215,7 @@ class LoadExtra(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         folder = self.trainer.resumed_from
+        self.trainer.has_saved = False
         if folder:
             state.compute_steps(args, state.max_steps)
             if args.load_best_model_at_end and state.best_global_step and state.best_model_checkpoint is None:

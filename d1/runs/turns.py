@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
 from d1 import extensions
+from d1.models.kinds import max_positions
 from d1.ranges import COUNT, POSITIVE, check_ranges, ranges_of, setting
 
 # Names in the help of flags: the entries of `d1.tools.functions.TOOLS` and `d1.tools.calls.FORMATS`
@@ -50,7 +51,7 @@ class TurnSettings:
         """The limits that `source` has as attributes; those that are None become 2 turns, and the room that canvases of
         `gen_length` leave in a model of this config."""
         values = {limit.name: getattr(source, limit.name) for limit in fields(cls)}
-        positions = getattr(config, "max_position_embeddings", None)
+        positions = max_positions(config)
         if values["max_turn_prompt"] is None and positions is not None:
             values["max_turn_prompt"] = max(positions - gen_length, 1)
         return cls(**values | {"max_turns": values["max_turns"] or 2})

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
 
-from d1.models.kinds import block_size, check_room
+from d1.models.kinds import block_size, check_room, max_positions
 from d1.models.messages import REASONING
 from d1.models.tokenizer import check_no_mask, encode_prompt, end_ids, render_prompt
 from d1.ranges import SEED
@@ -266,7 +266,7 @@ class Server:
     @property
     def room(self) -> int:
         """Tokens of prompt and canvas together."""
-        return getattr(self.engine.model.config, "max_position_embeddings", None) or DEFAULT_ROOM
+        return max_positions(self.engine.model.config) or DEFAULT_ROOM
 
     def settings(self, body: Any, gen_length: int | None) -> SamplingSettings:
         """A request's settings; the server's defaults fill in what it leaves out. Raises ValueError if they make no

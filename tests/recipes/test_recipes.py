@@ -286,6 +286,41 @@ def test_the_hours_of_sft_are_those_of_the_formula_written_out(models: Path) -> 
     assert hours_of(run, args)[0] == pytest.approx({name: of / speed for name, of in expected.items()}, rel=1e-3)
 
 
+@needs_class
+def test_sft_of_a_model_with_uniform_noise_reads_a_row_and_one_canvas(models: Path) -> None:
+    """And in half of the batches, of one row each, the canvas a second time, without gradients."""
+    _, run = of_config(Recipe(FOLDER / "diffusiongemma-26b-sft.yaml"))
+    rows = run.steps * 8
+    assert run.tokens == {"forward": rows * (1024 + 256 + 128), "backward": rows * (1024 + 256)}
+
+
+def own_recipe(text: str) -> Recipe:
+    """A file of settings in a folder next to the launch configs."""
+    Path("own").mkdir()
+    Path("launch").symlink_to(ROOT / "launch")
+    Path("own/own.yaml").write_text(text)
+    return Recipe(Path("own/own.yaml"))
+
+
+@pytest.mark.parametrize(("launch", "zero"), [("zero3", 3), ("fsdp2", 3), ("ddp", 0)])
+def test_fsdp_splits_what_zero_3_splits(models: Path, launch: str, zero: int) -> None:
+    text = (FOLDER / "qwen2.5-0.5b-a2d-sft.yaml").read_text()
+    recipe = own_recipe(re.sub(r"launch/\w+\.yaml", f"launch/{launch}.yaml", text))
+    assert of_config(recipe)[0].zero == zero
+
+
+@pytest.mark.parametrize("cache", ["dual", "prefix"])
+def test_hours_of_rollouts_with_a_cache_are_those_of_its_windows(models: Path, cache: str) -> None:
+    """256 tokens in blocks of 32 and 128 steps after 200 of a prompt: all of the text once in each of eight blocks."""
+    plain = of_config(Recipe(FOLDER / "llada-1.5-rl.yaml"))[1].tokens
+    text = (FOLDER / "llada-1.5-rl.yaml").read_text()
+    tokens = of_config(own_recipe(f"{text}\nsampler: cached\nkv_cache: {cache}\n"))[1].tokens
+    windows = {"dual": [32] * 8, "prefix": range(256, 0, -32)}[cache]
+    once = sum(456 + 15 * window for window in windows)
+    assert tokens.pop("sampling") == pytest.approx(plain.pop("sampling") / (128 * 456) * once)
+    assert tokens == plain
+
+
 @pytest.mark.parametrize(
     ("flags", "changes", "message"),
     [

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from d1.__main__ import main, make_parser
@@ -54,6 +54,39 @@ def test_a_piece_is_read_alone_and_special_tokens_stand_around_the_whole():
     assert hidden == [False, False, True, True, False, False, True, False]
     assert (before, after) == (1, 1)
     assert encoded(tokenizer, pieces_of("[MASK:2]"))[0] == [2, 1, 1, 3]
+
+
+def character_tokenizer(scheme, merges=()):
+    """A tokenizer of SentencePiece's kind: it writes a space as a mark, also before a text without one."""
+    characters = [chr(number) for number in range(33, 127)]
+    joined = [left + right for left, right in merges]
+    vocabulary = ["<unk>", "<s>", "</s>", "<mask>", "\u2581", *characters, *joined]
+    ids = {token: number for number, token in enumerate(vocabulary)}
+    rules = Tokenizer(models.BPE(vocab=ids, merges=list(merges), unk_token="<unk>"))
+    rules.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    rules.decoder = decoders.Metaspace(prepend_scheme=scheme)
+    names = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "mask_token": "<mask>"}
+    return PreTrainedTokenizerFast(tokenizer_object=rules, **names)
+
+
+@pytest.mark.parametrize("merges", [(), (("x", "a"), ("\u2581", "a"), (".", ","))])
+@pytest.mark.parametrize("scheme", ["first", "always", "never"])
+@pytest.mark.parametrize(
+    "text", ["The capital of [MASK:2], is Paris", "un[MASK]able [MASK] x", "[MASK]a[MASK:3]", "a[MASK]  two  [MASK]."]
+)
+def test_visible_text_stays_as_it_is(scheme, merges, text):
+    tokenizer = character_tokenizer(scheme, merges)
+    ids, hidden, before, after = encoded(tokenizer, pieces_of(text))
+    shown = text.replace("[MASK:2]", "[MASK][MASK]").replace("[MASK:3]", "[MASK][MASK][MASK]")
+    assert tokenizer.decode(ids[before : len(ids) - after]) == shown.replace("[MASK]", "<mask>")
+    assert sum(hidden) == shown.count("[MASK]")
+    assert all((number == tokenizer.mask_token_id) == is_hidden for number, is_hidden in zip(ids, hidden, strict=True))
+
+
+def test_text_that_a_tokenizer_cannot_write_after_a_placeholder_is_refused():
+    message = r"would write the text 'caf\u00e9' after a placeholder as 'caf<unk>': change the text, or move"
+    with pytest.raises(ValueError, match=message):
+        encoded(character_tokenizer("never"), pieces_of("a [MASK]caf\u00e9"))
 
 
 @pytest.mark.parametrize(

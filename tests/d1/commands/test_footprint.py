@@ -13,7 +13,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForMaskedLM, LlamaConfig
 
 from d1.__main__ import main, make_parser
-from d1.commands.fit import method_sizes, with_recipe
+from d1.commands.fit import method_sizes, window_tokens, with_recipe
 from d1.commands.footprint import (
     BUCKET,
     FitSettings,
@@ -32,7 +32,7 @@ from d1.models.kinds import native_config
 from d1.models.packing import two_stream_states
 from d1.rl.train import make_parser as rl_parser
 from d1.runs.stage import prepare_model
-from d1.sampling import generate
+from d1.sampling import SamplingSettings, generate, rollout
 from d1.scoring import Views, score
 from d1.sft.train import make_parser as sft_parser
 from tests.commands import ROOT
@@ -386,6 +386,27 @@ def test_a_method_says_what_is_stored_of_its_views_and_whether_there_is_a_refere
         words = ["--stage", "rl", "--method", method, "--lora_r", "0", "--length", "64"]
         main(make_parser().parse_args(["fit", "--model_path", str(tmp_path), *words]))
         assert ("reference" in capsys.readouterr().out) == kept
+
+
+@pytest.mark.parametrize("shift", [False, True])
+@pytest.mark.parametrize("cache", ["dual", "prefix"])
+def test_the_tokens_of_passes_with_a_cache_are_those_that_a_rollout_processes(tiny_model_dir, cache, shift):
+    model: Any = load_model(tiny_model_dir)
+    if shift:
+        config = model.config
+        config.predicts_next_token = True
+        model = prepare(AutoModelForCausalLM.from_config(config)).eval()
+    sampling = SamplingSettings(16, 4, 8, sampler="cached", kv_cache=cache)
+    processed = []
+
+    def note(module: Any, args: Any, options: Any) -> None:
+        processed.append(options["input_ids"].numel() if "input_ids" in options else args[0].numel())
+
+    model.base_model.register_forward_pre_hook(note, with_kwargs=True)
+    prompt = torch.randint(8, 50, (1, 10), generator=torch.Generator().manual_seed(0))
+    rollout(model, prompt, torch.ones_like(prompt), sampling, mask_token_id=3)
+    assert len(processed) == sampling.max_passes() == 8
+    assert sum(processed) == window_tokens(sampling, 26, shift)
 
 
 def test_turns_of_sft_keep_the_activations_of_each(kind_dirs, capsys):

@@ -83,13 +83,23 @@ def test_an_adapter_folder_loads_with_its_base(kind_dirs, kind, tmp_path):
         assert_near(logits_of(model), expected)
 
 
-def test_an_adapter_that_is_given_twice_is_named(kind_dirs, tmp_path):
+def test_an_adapter_that_is_given_twice_is_named(kind_dirs, tmp_path, monkeypatch):
+    """However its path is spelt."""
     train_adapter(load_model(kind_dirs["llama"]), tmp_path / "a")
-    message = "a is given as the model and as an adapter: name its base, or leave the adapter out$"
-    with pytest.raises(ValueError, match=message):
-        load_model(tmp_path / "a", adapter=tmp_path / "a")
-    edit_json(tmp_path / "a" / "adapter_config.json", base_model_name_or_path=str(tmp_path / "a"))
-    with pytest.raises(ValueError, match=r"adapter .*a names itself as its base"):
+    train_adapter(merge_adapter(load_model(tmp_path / "a"), tmp_path / "a"), tmp_path / "b")
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    monkeypatch.chdir(tmp_path)
+    message = "is given as the model and as an adapter: name its base, or leave the adapter out$"
+    for spelling in (tmp_path / "a", f"{tmp_path}/a/", "a", "link"):
+        with pytest.raises(ValueError, match=message):
+            load_model(tmp_path / "a", adapter=spelling)
+        with pytest.raises(ValueError, match=rf"adapter {spelling} is given twice"):
+            merge(str(kind_dirs["llama"]), [str(tmp_path / "a"), str(spelling)], str(tmp_path / "out"))
+        with pytest.raises(ValueError, match=r"a is given, and \S*b is on it already: name one of them$"):
+            load_model(tmp_path / "b", adapter=spelling)
+    assert not (tmp_path / "out").exists()
+    edit_json(tmp_path / "a" / "adapter_config.json", base_model_name_or_path="link")
+    with pytest.raises(ValueError, match=r"adapter link names itself as its base"):
         load_model(tmp_path / "a")
 
 

@@ -4,6 +4,7 @@ experts: read, run and written back as they were."""
 from __future__ import annotations
 
 import json
+import shutil
 import weakref
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -27,6 +28,7 @@ from transformers import (
 from d1.__main__ import main, make_parser
 from d1.models import convert, load_model, load_tokenizer
 from d1.models.adapters import save_learnt
+from d1.models.folder import ModelFolder
 from d1.models.kinds import KINDS, kind_of
 from d1.models.load import REFUSAL
 from d1.models.tokenizer import PLAIN_CHAT_TEMPLATE
@@ -45,8 +47,9 @@ from tests.d1.released import (
     twin_logits,
     write_files,
     write_released,
+    write_with_tokenizer,
 )
-from tests.faults import full_disk
+from tests.faults import edit_json, full_disk
 from tests.rounding import LOGITS, assert_near
 
 POCKET = ROOT / "pocket" / "base"
@@ -212,6 +215,22 @@ def test_a2d_turns_a_causal_model_both_ways(tmp_path, kind_, words, rows, token,
     assert (logits_of(model, ids) - logits_of(model, changed))[0, 0].abs().max() > 1e-4, "still causal"
     model.train()(input_ids=ids).logits[0, 1].logsumexp(-1).backward()
     assert model.get_input_embeddings().weight.grad[mask].abs().sum() > 0
+
+
+def test_a_mask_token_that_would_get_the_id_of_a_word_is_refused(tmp_path):
+    """The ids of the vocabulary have holes, and the tokenizers library counts the tokens."""
+    source = autoregressive(tmp_path / "ar", "llama", 60, 70)
+    fields = json.loads((source / "tokenizer.json").read_text())
+    for word, number in fields["model"]["vocab"].items():
+        if number >= 50:
+            fields["model"]["vocab"][word] = number + 5
+    (source / "tokenizer.json").write_text(json.dumps(fields))
+    message = r"ids with holes, so a new token '<\|mask\|>' gets the id 60, which is that of 'w53': name a spare token"
+    with pytest.raises(ValueError, match=message):
+        run("a2d", source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    run("a2d", source, tmp_path / "out", "--mask_token", "<spare>")
+    assert load_tokenizer(tmp_path / "out").mask_token_id == 64
 
 
 def test_plain_transformers_refuses_to_write_from_left_to_right_with_a_converted_model(tmp_path):
@@ -658,3 +677,102 @@ def test_what_sft_learnt_goes_through_a_released_format(tmp_path):
     for folder in ("adapter", "merged", "again", "theirs"):
         assert load_model(tmp_path / folder).config.edit_noise == "draft"
     assert not hasattr(load_model(base).config, "edit_noise")
+
+
+def with_template(source: Path, folder: Path, template: str) -> None:
+    """The tokenizer in `source` with another chat template."""
+    tokenizer: Any = load_tokenizer(source)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+
+
+@pytest.mark.parametrize("released", [None, "sdar"])
+def test_the_tokenizer_is_that_of_the_last_adapter_that_has_one(tiny_model_dir, tmp_path, released):
+    """With its own chat template; the base may be at another place than the adapter was trained on."""
+    base = tiny_model_dir
+    if released:
+        base = write_with_tokenizer(tmp_path / "base", released, tiny_model_dir)
+    for name in ("first", "second", "third"):
+        adapter_on(base, tmp_path / name, seed=1)
+    for name in ("first", "second"):
+        with_template(base, tmp_path / name, f"{name}{{{{ messages[0]['content'] }}}}")
+        edit_json(tmp_path / name / "adapter_config.json", base_model_name_or_path="/nowhere")
+    run("merge", base, *(tmp_path / name for name in ("first", "second", "third")), tmp_path / "out")
+    assert load_tokenizer(tmp_path / "out").chat_template.startswith("second")
+    run("merge", base, tmp_path / "third", tmp_path / "plain")
+    assert load_tokenizer(tmp_path / "plain").chat_template == load_tokenizer(base).chat_template
+
+
+def test_an_exported_adapter_keeps_its_own_tokenizer(tiny_model_dir, tmp_path):
+    run("export", tiny_model_dir, tmp_path / "base", "--format", "llada")
+    adapter_on(tmp_path / "base", tmp_path / "adapter", seed=1)
+    run("export", tmp_path / "adapter", tmp_path / "without", "--format", "llada")
+    assert not (tmp_path / "without" / "tokenizer.json").exists()
+    with_template(tmp_path / "base", tmp_path / "adapter", "own{{ messages[0]['content'] }}")
+    run("export", tmp_path / "adapter", tmp_path / "out", "--format", "llada")
+    assert load_tokenizer(tmp_path / "out").chat_template.startswith("own")
+
+
+def test_the_length_that_a_model_names_is_kept_in_its_released_format(tiny_model_dir, tmp_path):
+    base = write_with_tokenizer(tmp_path / "base", "sdar", tiny_model_dir)
+    (base / "generation_config.json").write_text(json.dumps({"max_new_tokens": 64, "eos_token_id": 2}))
+    adapter_on(base, tmp_path / "adapter", seed=1)
+    run("merge", base, tmp_path / "adapter", tmp_path / "merged")
+    run("export", base, tmp_path / "out", "--format", "sdar")
+    for folder in ("merged", "out"):
+        assert ModelFolder.read(tmp_path / folder).gen_length == 64
+        assert json.loads((tmp_path / folder / "generation_config.json").read_text())["eos_token_id"] == 2
+    run("export", POCKET, tmp_path / "pocket", "--format", "llada")
+    fields = json.loads((tmp_path / "pocket" / "generation_config.json").read_text())
+    assert fields["max_new_tokens"] == ModelFolder.read(POCKET).gen_length
+    assert "sequence_bias" not in fields, "only the generate of Transformers reads it"
+
+
+def stored_head(folder: Path, tiny_model_dir: Path) -> Path:
+    """A tied model whose file has the head, too, with norms in another precision than the rest."""
+    write_with_tokenizer(folder, "sdar", tiny_model_dir)
+    edit_json(folder / "config.json", tie_word_embeddings=True, torch_dtype="bfloat16")
+    weights = read_files(folder)
+    for file in (*folder.glob("*.safetensors"), folder / "model.safetensors.index.json"):
+        file.unlink(missing_ok=True)
+    weights = {name: w if "norm" in name else w.bfloat16() for name, w in weights.items()}
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_a_tied_head_that_a_file_has_is_written_again(tiny_model_dir, tmp_path):
+    base = stored_head(tmp_path / "base", tiny_model_dir)
+    run("export", base, tmp_path / "out", "--format", "sdar")
+    assert_same_files(base, tmp_path / "out")
+    adapter_on(base, tmp_path / "adapter", seed=1)
+    run("merge", base, tmp_path / "adapter", tmp_path / "merged")
+    assert read_files(tmp_path / "merged").keys() == read_files(base).keys()
+
+
+def test_a_hub_name_is_written_in_the_precision_of_its_files(tiny_model_dir, tmp_path, monkeypatch):
+    """As its folder is: norms in fp32 stay, which the config's dtype would round."""
+    base = stored_head(tmp_path / "base", tiny_model_dir)
+    repository = tmp_path / "hub" / "models--org--sdar"
+    shutil.copytree(base, repository / "snapshots" / ("a" * 40))
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("a" * 40)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("transformers.utils.hub.TRANSFORMERS_CACHE", str(tmp_path / "hub"), raising=False)
+    run("export", "org/sdar", tmp_path / "out", "--format", "sdar")
+    assert_same_files(base, tmp_path / "out")
+    adapter_on(base, tmp_path / "adapter", seed=1)
+    run("merge", "org/sdar", tmp_path / "adapter", tmp_path / "merged")
+    assert read_files(tmp_path / "merged")["model.norm.weight"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("command", ["merge", "export", "a2d"])
+def test_a_folder_that_cannot_be_written_is_refused_before_weights_are_read(
+    tiny_model_dir, tmp_path, monkeypatch, command
+):
+    monkeypatch.setattr("d1.models.convert.load_model", lambda *_: pytest.fail("read the weights"))
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path) != tmp_path)
+    words = {"merge": [tiny_model_dir, tmp_path / "adapter"], "export": [tiny_model_dir], "a2d": [tiny_model_dir]}
+    more = ["--format", "llada"] if command == "export" else []
+    with pytest.raises(ValueError, match=rf"^OUT {tmp_path}/out: you may not write to {tmp_path}; name another folder"):
+        run(command, *words[command], tmp_path / "out", *more)

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 
 from d1.files import check_index
 from d1.models import load_model, load_tokenizer
@@ -122,3 +124,36 @@ def test_an_index_is_for_files_of_its_own_folder(tiny_model_dir, tmp_path, index
             read(folder)
     if message.endswith("not there"):  # on the hub, files may be yet to come
         check_index(folder / INDEX, complete=False)
+
+
+@pytest.mark.parametrize("left_over", [INDEX, "pytorch_model.bin.index.json"])
+def test_an_index_that_is_not_used_may_be_left_over(tiny_model_dir, tmp_path, left_over):
+    index = {"metadata": {}, "weight_map": {"lm_head.weight": "gone-00001-of-00002.bin"}}
+    folder = copy_of(tiny_model_dir, tmp_path / "copy", left_over, json.dumps(index).encode())
+    load_model(folder)
+    load_tokenizer(folder)
+    if left_over != INDEX:  # the weights in two files, whose index is used
+        weights = load_file(folder / "model.safetensors")
+        (folder / "model.safetensors").unlink()
+        names = sorted(weights)
+        files = {}
+        for number, part in enumerate((names[:5], names[5:])):
+            save_file({name: weights[name] for name in part}, folder / f"{number}.safetensors", {"format": "pt"})
+            files |= dict.fromkeys(part, f"{number}.safetensors")
+        (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": files}))
+        load_model(folder)
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+@pytest.mark.parametrize("damage", ["cut off", "html"])
+def test_a_damaged_file_of_pytorch_weights_is_named(tiny_model_dir, tmp_path, legacy, damage):
+    folder = copy_of(tiny_model_dir, tmp_path / "copy", "config.json", (tiny_model_dir / "config.json").read_bytes())
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    file = folder / "pytorch_model.bin"
+    torch.save(weights, file, _use_new_zipfile_serialization=not legacy)
+    load_model(folder)
+    content = file.read_bytes()
+    file.write_bytes(content[: len(content) // 2] if damage == "cut off" else b"<html>not found</html>")
+    with pytest.raises(ValueError, match=rf"^{folder}.*cut off: copy or download it again$"):
+        load_model(folder)

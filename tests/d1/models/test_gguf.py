@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType, GGUFWriter, TokenType
+from gguf import GGMLQuantizationType, GGUFWriter, RopeScalingType, TokenType
 from gguf.quants import dequantize, quantize
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -45,8 +47,13 @@ def pairs_apart(weight: np.ndarray, heads: int) -> np.ndarray:
     return weight.reshape(heads, 2, len(weight) // heads // 2, -1).swapaxes(1, 2).reshape(weight.shape)
 
 
-def write_gguf(file: Path, kind: GGMLQuantizationType, tokens: list[str] = TOKENS) -> LlamaForCausalLM:
-    """A GGUF whose matrices are stored as `kind`, and the model with these rounded weights."""
+def write_gguf(
+    file: Path,
+    kind: GGMLQuantizationType,
+    tokens: list[str] = TOKENS,
+    more: Callable[[GGUFWriter], None] = lambda writer: None,
+) -> LlamaForCausalLM:
+    """A GGUF whose matrices are stored as `kind`, and the model with these rounded weights; `more` adds to the file."""
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "rms_norm_eps": 1e-5}
     sizes |= {"vocab_size": len(tokens), "hidden_size": HIDDEN, "intermediate_size": 96, "num_hidden_layers": LAYERS}
@@ -89,6 +96,7 @@ def write_gguf(file: Path, kind: GGMLQuantizationType, tokens: list[str] = TOKEN
         heads = {"attn_q": HEADS, "attn_k": KV_HEADS}.get(short.rpartition(".")[2])
         ordered = packed if heads is None else pairs_apart(packed, heads)
         writer.add_tensor(f"{short}.weight", ordered, raw_dtype=stored)
+    more(writer)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -167,3 +175,73 @@ def test_files_that_cannot_be_read_are_named(tmp_path, monkeypatch):
     with pytest.raises(ImportError, match=r"whole\.gguf needs the package gguf: pip install"):
         run("a2d", whole, out)
     assert not out.exists()
+
+
+def with_rope_scaling(scaling: RopeScalingType | None, factor: float) -> Callable[[GGUFWriter], None]:
+    def add(writer: GGUFWriter) -> None:
+        if scaling is None:
+            writer.add_float32("llama.rope.scale_linear", factor)
+        else:
+            writer.add_rope_scaling_type(scaling)
+            writer.add_rope_scaling_factor(factor)
+
+    return add
+
+
+@pytest.mark.parametrize("scaling", [RopeScalingType.LINEAR, RopeScalingType.NONE, None])
+def test_a_linear_scaling_of_positions_is_kept(tmp_path, scaling):
+    factor = 4.0
+    expected = write_gguf(tmp_path / "x.gguf", GGMLQuantizationType.F32, more=with_rope_scaling(scaling, factor))
+    run("a2d", tmp_path / "x.gguf", tmp_path / "out", "--keep_shift", "--block_size", 1)
+    fields = expected.config.to_dict()
+    if scaling != RopeScalingType.NONE:
+        fields["rope_parameters"] |= {"rope_type": "linear", "factor": factor}
+    scaled = LlamaForCausalLM(LlamaConfig(**fields)).eval()
+    scaled.load_state_dict(expected.state_dict())
+    known = len(TOKENS)
+    ids = torch.randint(3, known, (2, 60), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        assert_near(logits_of(load_model(tmp_path / "out"), ids)[:, 1:, :known], scaled(ids).logits[:, :-1])
+
+
+def add_biases(writer: GGUFWriter) -> None:
+    for layer in range(LAYERS):
+        writer.add_tensor(f"blk.{layer}.attn_q.bias", np.ones(HIDDEN, dtype=np.float32))
+
+
+def add_factors(writer: GGUFWriter) -> None:
+    """What llama.cpp's converter makes of Llama 3's scaling of positions."""
+    writer.add_tensor("rope_freqs.weight", np.ones(8, dtype=np.float32))
+
+
+@pytest.mark.parametrize(
+    ("more", "problem"),
+    [
+        (with_rope_scaling(RopeScalingType.YARN, 4.0), r"\(llama\.rope\.scaling\.type yarn, factor 4\), which is not"),
+        (add_factors, r"has 1 tensors that a llama of Transformers does not use, such as rope_freqs\.weight: without"),
+        (add_biases, r"has 2 tensors .* such as blk\.0\.attn_q\.bias, blk\.1\.attn_q\.bias: without them"),
+    ],
+)
+def test_what_transformers_leaves_out_is_refused_by_name(tmp_path, more, problem):
+    write_gguf(tmp_path / "x.gguf", GGMLQuantizationType.F32, more=more)
+    with pytest.raises(ValueError, match=rf"x\.gguf .*{problem}"):
+        run("a2d", tmp_path / "x.gguf", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_other_files_of_its_folder_do_not_count(tiny_model_dir, tmp_path):
+    """The tokenizer, the generation config and the adapter of something else."""
+    write_gguf(tmp_path / "alone.gguf", GGMLQuantizationType.F32)
+    run("a2d", tmp_path / "alone.gguf", tmp_path / "expected")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for file in tiny_model_dir.iterdir():
+        (folder / file.name).symlink_to(file)
+    (folder / "generation_config.json").unlink()
+    (folder / "generation_config.json").write_text(json.dumps({"max_new_tokens": 33, "temperature": 0.3}))
+    config = {"peft_type": "LORA", "base_model_name_or_path": "/nowhere", "r": 2, "target_modules": ["q_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    (tmp_path / "alone.gguf").rename(folder / "alone.gguf")
+    run("a2d", folder / "alone.gguf", tmp_path / "out")
+    for file in (tmp_path / "expected").iterdir():
+        assert file.read_bytes() == (tmp_path / "out" / file.name).read_bytes(), file.name

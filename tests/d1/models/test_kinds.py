@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +20,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3For
 from d1.models import load_model, load_tokenizer, prepare
 from d1.models.adapters import lora_targets
 from d1.models.formats.released import key_mapping, rename
-from d1.models.kinds import KINDS, Kind, is_encoder
+from d1.models.kinds import KINDS, Kind, check_room, is_encoder, max_positions
+from d1.runs.turns import TurnSettings
 from d1.sampling import generate
 from d1.scoring import mean_field_logps
 from tests.rounding import assert_near
@@ -175,6 +178,37 @@ else:
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=Path(__file__).parents[3])
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("name", "room"), [("bert", 128), ("roberta", 127), ("llama", 128)])
+def test_the_longest_text_fits_the_positions_and_a_longer_one_is_refused(kind_dirs, name, room):
+    """RoBERTa's positions begin after the id of its padding token, 0 here."""
+    model: Any = load_model(kind_dirs[name])
+    assert max_positions(model.config) == room
+    ids = torch.randint(4, 64, (1, room), generator=torch.Generator().manual_seed(0))
+    check_room(model.config, room, 0)
+    with torch.no_grad():
+        model(input_ids=ids)
+        if name == "roberta":
+            with pytest.raises((IndexError, RuntimeError)):
+                model(input_ids=torch.cat([ids, ids[:, :1]], dim=1))
+    with pytest.raises(ValueError, match=rf"{room + 1} tokens of text exceed the model's {room} positions"):
+        check_room(model.config, room + 1, 0)
+    limits = SimpleNamespace(**vars(TurnSettings()))
+    assert TurnSettings.from_attributes(limits, 28, model.config).max_turn_prompt == room - 28
+
+
+def test_a_text_with_longrope_is_no_longer_than_its_original_length(kind_dirs, tmp_path):
+    shutil.copytree(kind_dirs["llama"], tmp_path / "long")
+    config = json.loads((tmp_path / "long/config.json").read_text())
+    half = config["hidden_size"] // config["num_attention_heads"] // 2
+    scaling = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 32}
+    scaling |= {"short_factor": [1.0] * half, "long_factor": [4.0] * half}
+    (tmp_path / "long/config.json").write_text(json.dumps(config | {"rope_parameters": scaling}))
+    model = load_model(tmp_path / "long")
+    check_room(model.config, 24, 8)
+    with pytest.raises(ValueError, match="24 tokens of text and 9 to fill in exceed the model's 32 positions"):
+        check_room(model.config, 24, 9)
 
 
 @pytest.mark.parametrize("kind", ["llada", "lladamoe", "Dream", "qwen3"])

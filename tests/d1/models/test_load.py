@@ -29,6 +29,7 @@ from d1.models import load_model, prepare
 from d1.models.adapters import lora_targets
 from d1.models.attention import require_prepared
 from d1.models.convert import merge
+from d1.models.folder import ModelFolder
 from d1.models.head import backbone_and_head
 from tests.d1.released import BLOCKS, CAUSAL, logits_of
 from tests.faults import edit_json
@@ -341,3 +342,35 @@ def test_a_config_without_quantization_is_read(tiny_model_dir, tmp_path):
     folder = shutil.copytree(tiny_model_dir, tmp_path / "model")
     edit_json(folder / "config.json", quantization_config=None, mask_token_id=59, pad_token_id=-1)
     load_model(folder)
+
+
+@pytest.mark.parametrize(
+    "invalid",
+    [{"temperature": 0.6, "top_p": 0.9, "do_sample": False}, {"num_beams": 1, "early_stopping": True}],
+)
+def test_a_generation_config_that_transformers_does_not_save_keeps_what_is_read_here(tiny_model_dir, tmp_path, invalid):
+    """Else training ends at its first checkpoint, and `d1 a2d` after all weights were converted."""
+    folder = shutil.copytree(tiny_model_dir, tmp_path / "model")
+    kept = {"eos_token_id": [2, 5], "pad_token_id": 0, "max_new_tokens": 48}
+    (folder / "generation_config.json").write_text(json.dumps(kept | invalid))
+    model = load_model(folder)
+    model.generation_config.max_length = None  # a change, after which Transformers checks all fields
+    model.save_pretrained(tmp_path / "saved")
+    saved = json.loads((tmp_path / "saved" / "generation_config.json").read_text())
+    assert {name: saved.get(name) for name in kept} == kept
+    assert not invalid.keys() & saved.keys()
+    assert ModelFolder.read(folder).gen_length == ModelFolder.read(tmp_path / "saved").gen_length == 48
+
+
+@pytest.mark.parametrize(
+    ("device", "problem"),
+    [
+        ("cuda", r"^device cuda is not there: PyTorch \S+ sees 0 GPUs; use cpu$"),
+        ("cuda:1", r"^device cuda:1 is not there"),
+        ("gpu", "^device 'gpu' is unknown to PyTorch: use cpu, cuda or cuda:NUMBER$"),
+    ],
+)
+def test_a_device_that_is_not_there_is_refused_in_one_line(tiny_model_dir, tmp_path, device, problem):
+    for load in (load_model, lambda path, device: merge(str(path), [], str(tmp_path / "out"), device=device)):
+        with pytest.raises(ValueError, match=problem):
+            load(tiny_model_dir, device=device)

@@ -103,6 +103,31 @@ def test_an_adapter_has_the_tokenizer_of_its_base_or_one_that_fits_it(tmp_path):
     assert load_tokenizer(own).mask_token_id == 4  # nothing contradicts it
 
 
+@pytest.mark.parametrize("config", [{"vocab_size": 20}, {"embedding_size": None}, {"embedding_size": 20}])
+def test_the_rows_of_the_embedding_are_those_that_the_config_states(tmp_path, config):
+    """LLaDA's `embedding_size` may be null, and is then the vocabulary's size."""
+    assert load_tokenizer(write(tmp_path, LLADA | config, eos_token="<|endoftext|>")).mask_token_id == 2
+    small = LLADA | config | {"vocab_size": 2}
+    if not config.get("embedding_size"):
+        with pytest.raises(ValueError, match="outside the model's embedding"):
+            load_tokenizer(write(tmp_path / "small", small, eos_token="<|endoftext|>", mask_token="<|mdm_mask|>"))
+
+
+def test_of_several_ends_of_a_text_the_first_is_eos(tmp_path):
+    tokenizer = load_tokenizer(write(tmp_path, LLADA | {"eos_token_id": [0, 3]}))
+    assert tokenizer.eos_token == "<|endoftext|>"
+
+
+def test_an_adapter_on_a_model_without_a_mask_may_have_its_own_tokenizer(tiny_canvas_dir, tmp_path):
+    adapter = tmp_path / "adapter"
+    load_tokenizer(tiny_canvas_dir).save_pretrained(adapter)
+    config = {"peft_type": "LORA", "base_model_name_or_path": str(tiny_canvas_dir)}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    assert load_tokenizer(adapter).mask_token is None
+    edit_json(adapter / "adapter_config.json", base_model_name_or_path="/nowhere")
+    assert load_tokenizer(adapter, base=str(tiny_canvas_dir)).mask_token is None
+
+
 def test_berts_separator_ends_a_text(tmp_path):
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a"]
     tokens = {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}

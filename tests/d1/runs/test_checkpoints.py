@@ -8,7 +8,13 @@ from typing import Any
 
 import pytest
 
-from d1.runs.checkpoints import broken_checkpoint_error, check_checkpoint, checkpoint_to_resume, rotate
+from d1.runs.checkpoints import (
+    broken_checkpoint_error,
+    check_checkpoint,
+    checkpoint_to_resume,
+    rotate,
+    set_aside_later,
+)
 
 
 def test_where_a_run_continues(tmp_path: Path) -> None:
@@ -27,6 +33,37 @@ def test_where_a_run_continues(tmp_path: Path) -> None:
     for resume in ("ture", str(tmp_path)):
         with pytest.raises(ValueError, match="it must be true, false or the folder of a checkpoint"):
             checkpoint_to_resume(str(folder), resume)
+
+
+@pytest.mark.parametrize("last", ["checkpoint-12", "finished"])
+def test_a_checkpoint_of_another_run_is_refused_in_a_folder_with_a_run(tmp_path: Path, last: str) -> None:
+    other = tmp_path / "other" / "checkpoint-2"
+    folder = tmp_path / "run"
+    state = folder if last == "finished" else folder / last
+    for path in (other, state):
+        path.mkdir(parents=True)
+        (path / "trainer_state.json").write_text("{}")
+    message = rf"run holds another run \({last}\) than --resume {other}: continue from one of its own checkpoints, or"
+    with pytest.raises(ValueError, match=message):
+        checkpoint_to_resume(folder, str(other))
+    assert checkpoint_to_resume(tmp_path / "new", str(other)) == other
+    (tmp_path / "link").symlink_to(folder)
+    assert checkpoint_to_resume(tmp_path / "link", str(state)) == state
+
+
+def test_checkpoints_of_later_steps_are_set_aside_and_none_is_lost(tmp_path: Path) -> None:
+    for content in ("first", "second"):
+        for step in (2, 4, 10):
+            (tmp_path / f"checkpoint-{step}").mkdir(exist_ok=True)
+            (tmp_path / f"checkpoint-{step}" / "content").write_text(content)
+        set_aside_later(tmp_path, tmp_path / "checkpoint-10")
+        set_aside_later(tmp_path, tmp_path / "other")
+        assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == [f"checkpoint-{n}" for n in (10, 2, 4)]
+        set_aside_later(tmp_path, tmp_path / "checkpoint-2")
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
+    moved = {path.name: (path / "content").read_text() for path in (tmp_path / "abandoned").iterdir()}
+    first = {"checkpoint-4": "first", "checkpoint-10": "first"}
+    assert moved == first | {"checkpoint-4-2": "second", "checkpoint-10-2": "second"}
 
 
 def test_a_broken_checkpoint_names_the_one_before_it_and_no_folder_without_a_step(tmp_path: Path) -> None:
@@ -48,8 +85,6 @@ def test_a_broken_checkpoint_names_the_one_before_it_and_no_folder_without_a_ste
         ([2, 4, 10, 9], 10, 1, 10, [10]),
         ([2, 4, 10], 10, None, None, [2, 4, 10]),
         ([2, 4, 10], 10, 0, None, [2, 4, 10]),
-        ([8, 10, 2, 4], 4, 2, None, [2, 4]),  # resumed from step 2: what came after it is superseded
-        ([8, 10, 2, 4], 4, 3, None, [2, 4, 10]),
     ],
 )
 def test_which_checkpoints_a_limit_keeps(tmp_path: Path, steps, saved, limit, best, left) -> None:

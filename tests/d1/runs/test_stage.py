@@ -186,6 +186,69 @@ def test_changed_settings_take_effect_and_are_recorded_from_their_step_on(
     assert logged()[2:] == pytest.approx([1e-3 * (1 - step / 4) for step in (2, 3)], rel=1e-12)
 
 
+def test_a_new_rate_has_an_effect_on_a_resume_without_a_record(run: Run, folder: Path) -> None:
+    (folder / "run.json").unlink()
+    trainer = run(folder, "--resume", "--lr_scheduler_type", "linear", "--learning_rate", "4e-4")
+    rates = [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
+    assert rates[2:] == pytest.approx([4e-4 * (1 - step / 4) for step in (2, 3)], rel=1e-12)
+
+
+def test_a_resume_computes_in_the_precision_of_its_record(
+    run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CPU's speed is measured once: another answer, as of a busy moment, does not change the run."""
+    assert json.loads((folder / "run.json").read_text())["settings"]["bf16"] in (False, "false")
+    monkeypatch.setattr("d1.runs.stage.cpu_runs_bf16", lambda config: True)
+    resume = ["--resume", "--lr_scheduler_type", "linear"]
+    assert not run(folder, *resume, max_steps=3).args.bf16
+    assert run(folder, *resume, "--bf16", "true", max_steps=4).args.bf16
+    monkeypatch.setattr("d1.runs.stage.cpu_runs_bf16", lambda config: False)
+    assert run(folder, "--resume", str(folder / "checkpoint-4"), *resume[1:], max_steps=5).args.bf16
+
+
+def test_the_branch_that_a_resume_leaves_is_set_aside(run: Run, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A later --resume takes the new branch, which has fewer steps; with a limit of 2, no checkpoint is lost."""
+    linear = ["--lr_scheduler_type", "linear"]
+    if run.stage == "rl":
+        linear += ["--save_total_limit", "2"]  # SFT's own limit
+    run(folder, "--resume", *linear)
+    assert {path.name for path in folder.glob("checkpoint-*")} >= {"checkpoint-3", "checkpoint-4"}
+    old = hash_model(str(folder / "checkpoint-4"))
+    every = {"sft": "--eval_steps", "rl": "--save_steps"}[run.stage]
+    caplog.set_level("INFO")
+    run(folder, "--resume", str(folder / "checkpoint-3"), *linear, every, "2", "--learning_rate", "1e-4", max_steps=4)
+    assert hash_model(str(folder / "abandoned" / "checkpoint-4")) == old != hash_model(str(folder / "checkpoint-4"))
+    assert "from checkpoint-3: checkpoint-4 of the run before are now in" in caplog.text
+
+
+def test_a_run_never_writes_over_the_model_that_it_starts_from(
+    run: Run, tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However its path is spelt; an adapter's base and the adapter below it count, too."""
+    loads = {"sft": "d1.runs.stage", "rl": "d1.rl.stage"}[run.stage]
+    monkeypatch.setattr(f"{loads}.load_model", lambda *args, **kwargs: pytest.fail("a model was loaded"))
+    base = shutil.copytree(tiny_model_dir, tmp_path / "base")
+    for name, below in (("first", base), ("second", tmp_path / "first")):
+        config = {"peft_type": "LORA", "base_model_name_or_path": str(below)}
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_config.json").write_text(json.dumps(config))
+    (tmp_path / "link").symlink_to(base)
+    (tmp_path / "run").mkdir()
+    merged = shutil.copytree(tiny_model_dir, tmp_path / "run" / "merged")
+    before = sorted(path for path in tmp_path.rglob("*"))
+    for model, folder in (
+        (base, base),
+        (base, tmp_path / "link"),
+        (tmp_path / "second", base),
+        (tmp_path / "second", tmp_path / "first"),
+        (merged, tmp_path / "run"),
+    ):
+        for resume in ([], ["--resume"]):
+            with pytest.raises(ValueError, match=r"is the model that the run starts from, .* write to another folder"):
+                run(folder, "--model_path", str(model), *resume)
+    assert sorted(path for path in tmp_path.rglob("*")) == before
+
+
 def test_a_resume_logs_and_saves_as_often_as_its_new_settings_say(run: Run, folder: Path) -> None:
     saves = {"sft": "--eval_steps", "rl": "--save_steps"}[run.stage]
     run(folder, "--resume", "--lr_scheduler_type", "linear", "--logging_steps", "2", saves, "3", max_steps=6)
