@@ -29,7 +29,8 @@ fi
 METHOD=${METHOD:-d1}
 
 if [ -n "${CONFIG:-}" ]; then # a complete yaml, such as pocket.yaml, whose batch is for one process
-    for name in DATASET MODEL_PATH OUTPUT_DIR RUN_NAME NUM_ITER TEMPERATURE PER_DEVICE COMPLETIONS; do
+    for name in DATASET MODEL_PATH OUTPUT_DIR RUN_NAME RUN_PREFIX NUM_ITER TEMPERATURE PER_DEVICE COMPLETIONS \
+        ACCELERATE_CONFIG; do
         if [ -n "${!name:-}" ]; then
             echo "run.sh: $name is not read with CONFIG: give the flag instead, such as --dataset, --model_path," \
                 "--output_dir, --num_iterations" >&2

@@ -60,7 +60,7 @@ def tiny(folder: Path) -> Path:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-    if (folder / "config.json").exists():
+    if (folder / "tokenizer.json").exists():  # written last
         return folder
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate([*SPECIAL, *alphabet])}, merges=[]))
@@ -75,12 +75,8 @@ def tiny(folder: Path) -> Path:
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048}
     ids: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
     config = LlamaConfig(**sizes, **ids, vocab_size=len(tokenizer), tie_word_embeddings=True, initializer_range=0.1)
-    # The folder appears whole or not at all.
-    part = folder.with_name(f"{folder.name}.part")
-    shutil.rmtree(part, ignore_errors=True)
-    LlamaForCausalLM(config).save_pretrained(part)
-    tokenizer.save_pretrained(part)
-    part.rename(folder)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
     return folder
 
 

@@ -49,9 +49,9 @@ def make_parser() -> argparse.ArgumentParser:
 def tokens_of(problems: Problems, limit: int) -> dict[str, int]:
     """The tokens of each stage in forward passes; a backward pass counts as two.
 
-    SFT trains on a row and its noised answer, without padding; RL on the row and a noised canvas, whose old log-probs
-    each update has. Rollouts and
-    evaluations keep the text before a block in a cache and write one token per pass, each of which computes a block.
+    SFT trains on a row and its noised answer, without padding. RL trains on the row and a noised canvas; each update
+    also computes old log-probs, one more forward pass. Rollouts and evaluations keep the text before a block in a cache
+    and write one token per pass, each of which computes a block.
     """
     row = problems.prompt + 2 * problems.answer
     scored = problems.prompt + 2 * problems.completion

@@ -89,9 +89,8 @@ def encode_piece(tokenizer: Any, piece: str, before: list[int]) -> list[int]:
     """The ids of a piece of text after the ids `before`, which end with a placeholder or are none.
 
     Some tokenizers (Metaspace of SentencePiece) put a space before a text that they tokenise alone. The piece is then
-    tokenised after a character or the mask token, whose ids are cut off again. ValueError if no way gives the piece
-    back as text. Tokenizers whose texts have spaces between all tokens, as those of words, cannot tell and are not
-    checked.
+    tokenised after a character or the mask token, whose ids are cut off again. ValueError if all ways add or
+    lose a space. A tokenizer that decodes with a space between any two tokens is not checked.
     """
     from d1.models.tokenizer import encode_text
 
@@ -105,13 +104,14 @@ def encode_piece(tokenizer: Any, piece: str, before: list[int]) -> list[int]:
         ids = list(tokenizer(anchor + piece, add_special_tokens=False)["input_ids"])
         if ids[: len(anchor_ids)] == anchor_ids:
             candidates.append(ids[len(anchor_ids) :])
-    text = decode(tokenizer, before) + piece
+    # Only spaces are compared: a tokenizer may change accents, capitals or signs of any text.
+    text = decode(tokenizer, before) + piece.replace(piece.strip(), decode(tokenizer, plain).strip())
     for ids in candidates:
         if decode(tokenizer, before + ids) == text:
             return ids
-    found = decode(tokenizer, before + plain).removeprefix(decode(tokenizer, before))
+    decoded = decode(tokenizer, before + plain).removeprefix(decode(tokenizer, before))
     raise ValueError(
-        f"{tokenizer.name_or_path} would write the text {piece!r} after a placeholder as {found!r}: change the text, "
+        f"{tokenizer.name_or_path} would write the text {piece!r} after a placeholder as {decoded!r}: change the text, "
         "or move the placeholder to its end"
     )
 

@@ -39,7 +39,6 @@ from d1.models.head import unwrapped
 from d1.models.kinds import (
     KINDS,
     Kind,
-    check_kind,
     is_encoder,
     kind_of,
     learnt_fields,
@@ -140,7 +139,10 @@ def export(source: str, out: str, kind: str) -> None:
     if find_adapter_config_file(source) is not None:
         tokenizer = None
         if has_tokenizer(source):
-            tokenizer = load_tokenizer(source)
+            try:
+                tokenizer = load_tokenizer(source)
+            except ValueError as error:
+                logger.warning("The tokenizer of the adapter is left out: %s", error)
         export_adapter(source, folder, kind)
         if tokenizer is not None:
             save_released_tokenizer(tokenizer, folder)
@@ -433,7 +435,6 @@ def read_autoregressive(source: str, mask_token: str) -> tuple[Any, Any]:
         return model, AutoTokenizer.from_pretrained(source, padding_side="left", trust_remote_code=False)
     gguf_types(file)  # raises first: the errors of Transformers for a damaged file are less clear
     config = gguf_config(file)
-    check_kind(config.model_type, str(file))
     model, tokenizer, report = load_gguf(file)
     check_loaded(str(file), report)
     check_all_used(file, model)
@@ -445,10 +446,10 @@ def check_new_id(tokenizer: Any, mask_token: str, rows: int) -> None:
     """Raise ValueError if the id that a tokenizer gave its mask token is that of another token, or none of an embedding
     of `rows` rows. The tokenizers library takes the number of tokens, which is a used id if some ids below are free."""
     number = tokenizer.mask_token_id
-    same = [token for token, other in tokenizer.get_vocab().items() if other == number and token != mask_token]
+    others = [token for token, token_id in tokenizer.get_vocab().items() if token_id == number and token != mask_token]
     problem = ""
-    if same:
-        problem = f"which is that of {same[0]!r}"
+    if others:
+        problem = f"which is that of {others[0]!r}"
     elif number >= rows:
         problem = f"and the embedding has {rows} rows"
     if problem:

@@ -150,8 +150,8 @@ def keep_valid_generation_config(model: Any) -> None:
     try:
         config.validate(strict=True)
     except ValueError:
-        kept = {name: getattr(config, name) for name in GENERATION_FIELDS}
-        model.generation_config = type(config)(**kept)
+        fields = {name: getattr(config, name) for name in GENERATION_FIELDS}
+        model.generation_config = type(config)(**fields)
 
 
 def load_model(

@@ -314,11 +314,11 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 def unreadable(tokenizer: PreTrainedTokenizerBase, reason: str, text: str) -> ValueError:
-    """The error for a prompt that a model cannot read."""
+    """The error for a text that a tokenizer cannot read."""
     excerpt = text
     if len(text) > 80:
         excerpt = f"{text[:40]}...{text[-40:]}"
-    return ValueError(f"{tokenizer.name_or_path} cannot read the prompt {excerpt!r}: {reason}")
+    return ValueError(f"{tokenizer.name_or_path} cannot read the text {excerpt!r}: {reason}")
 
 
 def end_ids(tokenizer: Any) -> list[int]:

@@ -225,7 +225,7 @@ def to_the_last_text(sampled: SampledCanvases) -> Tensor:
 
 LOSS_MASKS: dict[str, LossMask] = {
     "ended": LossMask(until_the_end),
-    "text": LossMask(text_until_the_end),
+    "text": LossMask(text_until_the_end, has_gaps=True),
     "drawn": LossMask(drawn, rest_of_block=True, reads_steps=True),
     "steps": LossMask(to_the_last_text, after_the_end=True, reads_steps=True, has_gaps=True),
     "unpadded": LossMask(unpadded, after_the_end=True, has_gaps=True),
@@ -308,8 +308,8 @@ def transform_advantages(
                 rewarded = ~is_missing[number]
                 if rewarded.sum() < 2:
                     continue
-                of_group = {field: values[number, rewarded].unsqueeze(0) for field, values in fields.items()}
-                changed[number, rewarded] = entry(AdvantageInputs(**of_group), settings).squeeze(0)
+                group_fields = {field: values[number, rewarded].unsqueeze(0) for field, values in fields.items()}
+                changed[number, rewarded] = entry(AdvantageInputs(**group_fields), settings).squeeze(0)
             selected = selected & ~is_incomplete
 
     # The other groups, all at once.

@@ -548,11 +548,11 @@ def about_draws(settings: Settings) -> Iterator[str]:
     """An estimator that draws some of all views, whose weights are the inverse of their probabilities."""
     estimator, views = ESTIMATORS[settings.estimator], settings.view_settings()
     objective, penalty = OBJECTIVES[settings.objective], PENALTIES[settings.kl]
-    if estimator.partial(views) and adds_kl(settings) and not penalty.per_view:
+    if estimator.partial(views) and adds_kl(settings) and not penalty.by_view:
         yield (
-            f"the penalty {settings.kl} is computed from weighted sums of log-probabilities, and with the draws of "
-            f"{settings.estimator} a weight is the inverse of a probability: use --kl "
-            f"{names_where(PENALTIES, per_view=True)}, or set --beta 0"
+            f"the penalty {settings.kl} is not known to use each view's log-probabilities, and in weighted sums "
+            f"the weights of {settings.estimator}'s draws are inverse probabilities: use --kl "
+            f"{names_where(PENALTIES, by_view=True)}, set --beta 0, or, for your own, say Penalty(f, by_view=True)"
         )
     if not estimator.unequal(views):
         return
@@ -561,7 +561,7 @@ def about_draws(settings: Settings) -> Iterator[str]:
         able = names_where(OBJECTIVES, weighs_views=True, per_view=True, linear=True)
         yield f"the objective {settings.objective} {why} uniform, or use --objective {able}"
     if adds_kl(settings) and not penalty.weighs_views:
-        able = names_where(PENALTIES, weighs_views=True, per_view=True)
+        able = names_where(PENALTIES, weighs_views=True, by_view=True)
         yield f"the penalty {settings.kl} {why} uniform, or use --kl {able}, or set --beta 0"
     reads_loss_type = "loss_type" in (objective.settings or ())
     if adds_kl(settings) and "loss_type" in (penalty.settings or ()):
@@ -1238,7 +1238,7 @@ def check_trainer(
         )
     if args.branches is not None and weights_are_split:
         raise ValueError(
-            "--branches: a process samples as often as its rows have levels, which processes that each hold a part of "
+            "--branches: processes make different numbers of forward passes, which processes that each hold a part of "
             "the weights cannot: use DDP or ZeRO-2"
         )
     if args.sync_ref_model and weights_are_split:

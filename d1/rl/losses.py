@@ -343,13 +343,13 @@ class Penalty:
     Attributes:
         value: returns the penalty of one micro-batch, a scalar.
         to: whose log-probabilities it compares with the policy's. "reference" needs a reference model.
-        settings, per_view, by_view, weighs_views, per_row, reads_steps: as in `Objective`.
+        settings, by_view, weighs_views, per_row, reads_steps: as in `Objective`. With drawn views, `by_view` is needed:
+            in weighted sums of log-probabilities, the weights of the draws are inverse probabilities.
     """
 
     value: Callable[[LossInputs, Any], Tensor]
     to: Literal["reference", "old"] = "reference"
     settings: tuple[str, ...] | None = None
-    per_view: bool = False
     by_view: bool = False
     weighs_views: bool = True
     per_row: bool = False
@@ -552,7 +552,7 @@ def k3(inputs: LossInputs, settings: Any) -> Tensor:
 
 
 PENALTIES: dict[str, Penalty] = {
-    "k3": Penalty(k3, settings=("loss_type",), per_view=True, by_view=True),
+    "k3": Penalty(k3, settings=("loss_type",), by_view=True),
 }
 
 

@@ -213,7 +213,7 @@ def with_traces(task: ModuleType, rows: Dataset, args: DiffuGRPOConfig) -> Datas
 
 
 def check_traces(rows: Dataset, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises ValueError for a worked solution that the model cannot read."""
+    """Raises ValueError for a worked solution that the tokenizer cannot read."""
     for number, trace in enumerate(rows[TRACE][:]):
         try:
             encode_text(tokenizer, str(trace))

@@ -109,10 +109,10 @@ def numbered_checkpoints(output_dir: Path) -> list[Path]:
 
 def set_aside_later(output_dir: Path, resumed_from: Path) -> None:
     """Move the checkpoints of a run with later steps than `resumed_from`, the one that it continues from, into its
-    folder `ABANDONED`: a later resume would take the last of them. A folder without a step in its name moves none."""
-    step = checkpoint_step(resumed_from)
+    folder `ABANDONED`: a later resume would take the last of them."""
+    step = read_state(resumed_from).global_step
     later = [path for path in numbered_checkpoints(output_dir) if checkpoint_step(path) > step]
-    if step < 0 or not later:
+    if not later:
         return
     abandoned = output_dir / ABANDONED
     abandoned.mkdir(exist_ok=True)
@@ -178,10 +178,10 @@ def checkpoint_to_resume(output_dir: str | Path, resume: str | bool | None) -> P
     if not folder.is_dir() or (checkpoint_step(folder) < 0 and not (folder / STATE).is_file()):
         raise ValueError(f"--resume {resume}: it must be true, false or the folder of a checkpoint")
     run_folder = Path(output_dir).resolve()
-    if holds_run and run_folder not in (folder.resolve(), folder.resolve().parent):
+    if holds_run and run_folder not in (folder.resolve(), folder.absolute().parent.resolve()):
         raise ValueError(
-            f"{output_dir} holds another run ({state}) than --resume {resume}: continue from one of its own "
-            "checkpoints, or write to another folder"
+            f"--resume {resume} lies outside {output_dir}, which holds a run already ({state}): copy the checkpoint "
+            "into this folder if it is of the same run, or write to another folder"
         )
     return folder
 

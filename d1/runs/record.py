@@ -102,7 +102,6 @@ def files_in(value: Any) -> list[Path]:
 
 # --- run.json ---------------------------------------------------------------------------------------------------------
 
-DELETE_RECORD = "delete it to continue without a record"  # the advice for a damaged one
 LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "deepspeed", "bitsandbytes")
 
 
@@ -208,7 +207,7 @@ def read_history(checkpoint: Path | None) -> RunHistory:
     step = read_state(checkpoint).global_step
     if not file.is_file():
         return RunHistory(step)
-    record = read_object(file, DELETE_RECORD)
+    record = read_object(file, "delete it to continue without a record")
     settings = flatten_settings(record["settings"])
     earlier_changes: list[Mapping[str, Any]] = []
     # Take back the later changes, the last one first.

@@ -22,7 +22,7 @@ from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_t
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 
-from d1.files import FileLock, LockHeldError, check_output_dir, give_usual_mode, read_object, writing
+from d1.files import FileLock, LockHeldError, check_output_dir, give_usual_mode, writing
 from d1.models import load_model, load_tokenizer
 from d1.models.adapters import lora_targets, merge_adapter
 from d1.models.convert import merge
@@ -40,9 +40,7 @@ from d1.runs.checkpoints import (
 from d1.runs.cli import TrainingSettings, from_rank_0, raise_together
 from d1.runs.console import log_to_console, log_without_account, train_with_console
 from d1.runs.record import (
-    DELETE_RECORD,
     OPENING,
-    RECORD,
     ROWS,
     OnResume,
     hash_settings,
@@ -302,7 +300,7 @@ def check_model_is_kept(output_dir: str | Path, model: ModelFolder) -> None:
     for path in (model.path, model.base, *model.adapters):
         if Path(path).is_dir() and Path(path).resolve() in (run_folder, run_folder / "merged"):
             raise ValueError(
-                f"{path} is the model that the run starts from, and the run would write over it: write to another "
+                f"{path} is the model that the run starts from, and the run might write over it: write to another "
                 f"folder than {output_dir}"
             )
 
@@ -311,12 +309,9 @@ def cpu_default_bf16(folder: Path, resume: str | bool | None, model: ModelFolder
     """Whether a run without --bf16 computes in bf16 on this CPU: as the run that it continues did, by its record, else
     by a check of this processor, whose speed may differ from time to time."""
     if resume is not None and str(resume).lower() != "false":
-        run_folder = folder if str(resume).lower() == "true" else Path(str(resume)).parent
-        record = run_folder / RECORD
-        if record.is_file():
-            bf16 = read_object(record, DELETE_RECORD)["settings"].get("bf16")
-            if bf16 is not None:
-                return str(bf16).lower() == "true"
+        bf16 = read_history(checkpoint_to_resume(folder, resume)).settings.get("bf16")
+        if bf16 is not None:
+            return str(bf16).lower() == "true"
     return cpu_runs_bf16(model.config)
 
 

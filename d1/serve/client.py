@@ -6,6 +6,7 @@ what no sampler gives. The same function checks what a user's `rollout_func` ret
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import socket
@@ -222,7 +223,7 @@ def convert_sglang_answer(
     where: str, row: dict[str, Any], settings: SamplingSettings, ends: Sequence[int]
 ) -> dict[str, Any]:
     """An answer of SGLang in the form of `d1 serve`: with the tokens after the EOS stop, and the sums of passes and of
-    their tokens. For `explain_errors`, which names `where` it is from."""
+    their tokens. `where` is not used: `explain_errors` passes it to every reader."""
     # Passes are the engine's own, with those that store keys and values; tokens of the prompt count if not cached.
     meta = row["meta_info"]
     missing = settings.gen_length - len(row["output_ids"])  # tokens after the EOS stop
@@ -324,9 +325,16 @@ class RolloutServer:
 
     @property
     def is_local(self) -> bool:
-        """Whether the address is one of this machine."""
-        host = urlsplit(self.url).hostname
-        return host in ("localhost", "::1", socket.gethostname()) or str(host).startswith("127.")
+        """Whether the address is one of this machine: a socket can be bound to it."""
+        try:
+            addresses = socket.getaddrinfo(urlsplit(self.url).hostname, 0, type=socket.SOCK_STREAM)
+        except OSError:
+            return False
+        for family, kind, protocol, _, address in addresses:
+            with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
+                probe.bind(address)
+                return True
+        return False
 
     def ask(self, method: str, path: str, body: Any = None, seconds: float = PATIENCE) -> Any:
         """The answer to a request. Raises Unavailable, or ValueError with the server's words."""

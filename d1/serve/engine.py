@@ -138,7 +138,7 @@ class Row:
     number: int = -1
     has_restarted: bool = field(default=False, init=False)  # after a failure
     streamed: int = field(default=0, init=False)  # tokens of full blocks
-    reported: set[int] = field(default_factory=set, init=False)  # positions of `Revealed`, if it watches "steps"
+    reported_passes: int = field(default=0, init=False)  # of `Revealed`, if it watches "steps"
 
     @property
     def lane(self) -> Lane:
@@ -406,15 +406,15 @@ class Engine:
                     del self.rows[row.number]
                     self.dropped.discard(row.number)
                 first_failures = [row for row in failed if not row.has_restarted]
+                second_failures = [row for row in failed if row.has_restarted]
                 for row in first_failures:
                     row.has_restarted = True
                     row.streamed = 0
                     if not key.prompt_width:
                         row.batch_name = f"alone {row.number}"
                 self.waiting.extendleft(reversed(first_failures))
-            for row in failed:
-                if row not in first_failures:
-                    row.on_event(Stopped(f"sampling failed: {type(error).__name__}: {error}", status=500))
+            for row in second_failures:
+                row.on_event(Stopped(f"sampling failed: {type(error).__name__}: {error}", status=500))
             if self.model.device.type == "cuda":
                 torch.cuda.synchronize()  # fails where the GPU does not work any more, which ends the engine
 
@@ -524,24 +524,20 @@ class Engine:
 
 
 def report_step(rows: Sequence[Row], step: Step) -> None:
-    """Tells the `rows` that watch their steps what a forward pass revealed. A row that began again is told about each
-    position once."""
+    """Tells the `rows` that watch their steps what a forward pass wrote. A row that began again is told about each pass
+    once."""
+    passes = step.numbers.tolist()
     for number, index in enumerate(step.rows.tolist()):
         row = rows[index]
-        if row.watches != "steps":
+        if row.watches != "steps" or passes[number] < row.reported_passes:
             continue
         start = step.canvas.shape[1] - row.settings.gen_length  # of the completion
         revealed = step.revealed[number]
-        if row.has_restarted:
-            was_reported = [position - start in row.reported for position in step.positions[number].tolist()]
-            revealed = revealed & ~torch.tensor(was_reported, device=revealed.device)
         positions = [position - start for position in step.positions[number][revealed].tolist()]
+        ids = step.ids[number][revealed].tolist()
         logps = step.logps[number][revealed].tolist()
         entropies = step.entropies[number][revealed].tolist()
         if not all(map(math.isfinite, (*logps, *entropies))):  # the error is reported when the row leaves
             continue
-        if row.has_restarted and not positions:
-            continue
-        row.reported.update(positions)
-        ids = step.ids[number][revealed].tolist()
+        row.reported_passes = passes[number] + 1
         row.on_event(Revealed(positions, ids, logps, entropies, int(step.forward_tokens[index])))

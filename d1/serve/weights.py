@@ -216,6 +216,6 @@ def folder_with_room(output_dir: Path, folders: Sequence[Sequence[str] | None], 
         if is_readable and is_writable and shutil.disk_usage(folder).free >= ROOM_FACTOR * size:
             return folder
     raise ValueError(
-        f"neither {RAM_DISK} nor {output_dir} lies in a --weights_dir of all servers and has {size / 1e9:.1f} GB of "
-        "room that this run can write to: start the servers with a --weights_dir that does"
+        f"neither {RAM_DISK} (for servers on this machine) nor {output_dir} lies in a --weights_dir of all servers and "
+        f"has {size / 1e9:.1f} GB of room that this run can write to: start the servers with a --weights_dir that does"
     )

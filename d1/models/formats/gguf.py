@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from d1.files import reading
+from d1.models.kinds import check_kind
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -90,6 +91,7 @@ def gguf_config(file: Path) -> PreTrainedConfig:
     with reading(file, "Transformers finds no config in the GGUF file"), folder_with_only(file) as folder:
         config: PreTrainedConfig = AutoConfig.from_pretrained(folder, gguf_file=file.name)
     vars(config).pop("_model_name_or_path", None)  # the file's title
+    check_kind(config.model_type, str(file))
     scale_positions(config, file)
     return config
 

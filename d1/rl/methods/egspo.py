@@ -51,7 +51,7 @@ OBJECTIVES = {
         idle=CLIP,
     ),
 }
-PENALTIES = {"k3_steps": Penalty(k3_steps, settings=(), per_view=True, by_view=True, weighs_views=False)}
+PENALTIES = {"k3_steps": Penalty(k3_steps, settings=(), by_view=True, weighs_views=False)}
 
 
 EGSPO: dict[str, Any] = dict(

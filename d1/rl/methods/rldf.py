@@ -111,7 +111,7 @@ OBJECTIVES = {
     ),
 }
 PENALTIES = {
-    "k3_likely": Penalty(k3_likely, settings=(), per_view=True, by_view=True, weighs_views=False, reads_steps=True),
+    "k3_likely": Penalty(k3_likely, settings=(), by_view=True, weighs_views=False, reads_steps=True),
 }
 ADVANTAGES = {"floored": Advantage(floored, settings=())}
 

@@ -116,7 +116,7 @@ def k3_per_canvas(inputs: LossInputs, settings: Any) -> Tensor:
 OBJECTIVES = {
     "clipped_view_means": Objective(clipped_view_means, per_view=True, by_view=True, settings=CLIP, idle=CLIP),
 }
-PENALTIES = {"k3_per_canvas": Penalty(k3_per_canvas, to="old", settings=(), per_view=True, by_view=True)}
+PENALTIES = {"k3_per_canvas": Penalty(k3_per_canvas, to="old", settings=(), by_view=True)}
 
 
 METHOD = method(

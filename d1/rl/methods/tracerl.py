@@ -28,7 +28,7 @@ def k3_to_old(inputs: LossInputs, settings: Any) -> Tensor:
 
 
 PENALTIES = {
-    "k3_to_old": Penalty(k3_to_old, to="old", settings=(), per_view=True, by_view=True, weighs_views=False),
+    "k3_to_old": Penalty(k3_to_old, to="old", settings=(), by_view=True, weighs_views=False),
 }
 
 

@@ -89,7 +89,7 @@ def folder(tiny_model_dir, tmp_path) -> Path:
 @pytest.mark.parametrize(
     ("typed", "flags", "said", "answers"),
     [
-        (b"x\n\xff\xfe b\nab\n", ["--gen_length", "4"], "model cannot read the prompt 'x': TypeError: ", 2),
+        (b"x\n\xff\xfe b\nab\n", ["--gen_length", "4"], "model cannot read the text 'x': TypeError: ", 2),
         (
             b"a" * 300 + b"\n",
             ["--gen_length", "300"],

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from d1.__main__ import main, make_parser
@@ -83,10 +83,15 @@ def test_visible_text_stays_as_it_is(scheme, merges, text):
     assert all((number == tokenizer.mask_token_id) == is_hidden for number, is_hidden in zip(ids, hidden, strict=True))
 
 
-def test_text_that_a_tokenizer_cannot_write_after_a_placeholder_is_refused():
-    message = r"would write the text 'caf\u00e9' after a placeholder as 'caf<unk>': change the text, or move"
+def test_a_tokenizer_may_change_letters_but_no_space_after_a_placeholder():
+    tokenizer = character_tokenizer("always")
+    rules = tokenizer.backend_tokenizer
+    rules.normalizer = normalizers.Sequence([normalizers.Lowercase(), normalizers.Replace("  ", " ")])
+    ids, *_ = encoded(tokenizer, pieces_of("a [MASK]ABLE caf\u00e9"))
+    assert tokenizer.decode(ids) == "a <mask>able caf<unk>"
+    message = r"would write the text '  b' after a placeholder as ' b': change the text, or move"
     with pytest.raises(ValueError, match=message):
-        encoded(character_tokenizer("never"), pieces_of("a [MASK]caf\u00e9"))
+        encoded(tokenizer, pieces_of("a [MASK]  b"))
 
 
 @pytest.mark.parametrize(

@@ -238,7 +238,7 @@ def test_the_ids_of_the_pocket_models_prompts_stay(pocket):
 
 
 def test_a_question_that_the_template_refuses_names_the_model_and_what_it_reads(pocket):
-    message = r"pocket/base cannot read the prompt 'What is 2 \+ 2\?': the pocket model reads a 4x4 Sudoku: end the"
+    message = r"pocket/base cannot read the text 'What is 2 \+ 2\?': the pocket model reads a 4x4 Sudoku: end the"
     with pytest.raises(ValueError, match=message):
         render_prompt(pocket, [user("What is 2 + 2?")])
 
@@ -252,7 +252,7 @@ def test_images_are_refused(pocket):
 def test_few_shot_examples_outside_the_vocabulary_name_the_word_and_the_tokens_there_are(pocket):
     task = load_task("sudoku")
     messages = [*few_shot_messages(task, 2, seed=0), user("0002403020033020")]
-    message = r"cannot read the prompt .*: it has no token for 'Row'.*; its 93 tokens are <pad>, <bos>, <eos>, <mask>"
+    message = r"cannot read the text .*: it has no token for 'Row'.*; its 93 tokens are <pad>, <bos>, <eos>, <mask>"
     with pytest.raises(ValueError, match=message):
         encode_prompt(pocket, render_prompt(pocket, messages))
 

@@ -30,7 +30,7 @@ def test_a_template_that_reads_only_its_own_task_takes_its_pairs():
     tokenizer = load_tokenizer(Path(__file__).parents[3] / "pocket" / "base")
     [found] = rows_of(row, tokenizer)
     assert len(found["prompt_ids"]) == 18
-    with pytest.raises(ValueError, match=r"cannot read the prompt .*end the user message with 16 digits"):
+    with pytest.raises(ValueError, match=r"cannot read the text .*end the user message with 16 digits"):
         rows_of(row | {"prompt": "Hello"}, tokenizer)
 
 

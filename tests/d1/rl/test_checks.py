@@ -240,11 +240,11 @@ REFUSED = [
         {"method": "agrpo-entropy", "beta": 0.1, "kl": "k3_to_old"},
         "penalty k3_to_old counts all views alike, and replay .*: set --draw_steps uniform, .* --kl k3, k3_per_canvas",
     ),
-    ({"method": "agrpo", "beta": 0.1, "kl": "k3_kept"}, "penalty k3_kept is computed from weighted sums .* --kl k3, "),
-    ({"method": "agrpo", "beta": 0.1, "kl": "k2_sequence"}, "penalty k2_sequence is computed from weighted sums"),
+    ({"method": "agrpo", "beta": 0.1, "kl": "k3_kept"}, "penalty k3_kept is not known to use each view's .* --kl k3, "),
+    ({"method": "agrpo", "beta": 0.1, "kl": "k2_sequence"}, "penalty k2_sequence is not known to use each view"),
     (
         {"method": "spg", "scored_tokens": "unpadded"},
-        "unpadded may leave out some .* --scored_tokens ended, text, drawn",
+        "unpadded may leave out some .* --scored_tokens ended, drawn",
     ),
     ({"method": "stable-drl", "scored_tokens": "steps"}, "spg takes the first tokens of a canvas for the completion"),
     # Refills

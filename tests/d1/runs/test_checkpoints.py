@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,12 +44,14 @@ def test_a_checkpoint_of_another_run_is_refused_in_a_folder_with_a_run(tmp_path:
     for path in (other, state):
         path.mkdir(parents=True)
         (path / "trainer_state.json").write_text("{}")
-    message = rf"run holds another run \({last}\) than --resume {other}: continue from one of its own checkpoints, or"
+    message = rf"--resume {other} lies outside .*run, which holds a run already \({last}\): copy the checkpoint into"
     with pytest.raises(ValueError, match=message):
         checkpoint_to_resume(folder, str(other))
     assert checkpoint_to_resume(tmp_path / "new", str(other)) == other
     (tmp_path / "link").symlink_to(folder)
     assert checkpoint_to_resume(tmp_path / "link", str(state)) == state
+    (folder / "checkpoint-2").symlink_to(other)  # a checkpoint that was moved to another disk
+    assert checkpoint_to_resume(folder, str(folder / "checkpoint-2")) == folder / "checkpoint-2"
 
 
 def test_checkpoints_of_later_steps_are_set_aside_and_none_is_lost(tmp_path: Path) -> None:
@@ -56,10 +59,13 @@ def test_checkpoints_of_later_steps_are_set_aside_and_none_is_lost(tmp_path: Pat
         for step in (2, 4, 10):
             (tmp_path / f"checkpoint-{step}").mkdir(exist_ok=True)
             (tmp_path / f"checkpoint-{step}" / "content").write_text(content)
+            (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text(json.dumps({"global_step": step}))
         set_aside_later(tmp_path, tmp_path / "checkpoint-10")
-        set_aside_later(tmp_path, tmp_path / "other")
         assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == [f"checkpoint-{n}" for n in (10, 2, 4)]
-        set_aside_later(tmp_path, tmp_path / "checkpoint-2")
+        if content == "second":  # by the state of a checkpoint, whatever its name
+            (tmp_path / "checkpoint-2").rename(tmp_path / "best")
+        set_aside_later(tmp_path, tmp_path / ("best" if content == "second" else "checkpoint-2"))
+    (tmp_path / "best").rename(tmp_path / "checkpoint-2")
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
     moved = {path.name: (path / "content").read_text() for path in (tmp_path / "abandoned").iterdir()}
     first = {"checkpoint-4": "first", "checkpoint-10": "first"}

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -138,9 +139,32 @@ def failing_once() -> Callable[[torch.Tensor], bool]:
     return lambda given: next(passes) == 3
 
 
+def test_a_stream_of_edits_that_begins_again_ends_with_the_completion(tiny_model_dir):
+    edits = SamplingSettings(16, 16, 16, sampler="parallel", edit_threshold=0.02)
+    with running(tiny_model_dir) as engine, failing_passes(engine, failing_once()):
+        rows, events = rows_of(1)
+        row = replace(rows[0], settings=edits, watches="steps")
+        canvas: dict[int, int] = {}
+        tokens: list[int] = []
+
+        def follow(event: Event) -> None:
+            if isinstance(event, Revealed):
+                canvas.update(zip(event.positions, event.ids, strict=True))
+                tokens.append(event.forward_tokens)
+            elif isinstance(event, Completed | Stopped):
+                events.put((0, event))
+
+        row.on_event = follow  # type: ignore[method-assign]
+        engine.submit([row])
+        (completed,) = last_of([row], events)
+        assert isinstance(completed, Completed)
+        assert [canvas[position] for position in range(16)] == completed.ids
+        assert tokens == sorted(set(tokens))  # each pass once
+
+
 @pytest.mark.parametrize(("count", "group"), [(1, {}), (3, {}), (3, {"batch_name": "one", "prompt_width": 2})])
 def test_a_pass_that_fails_once_costs_no_row(tiny_model_dir, count, group):
-    """Rows begin again, and who watches their steps is told about each position once."""
+    """Rows begin again, and who watches their steps is told about each pass once."""
     with running(tiny_model_dir) as engine, failing_passes(engine, failing_once()):
         rows, events = rows_of(count, **group)
         told: dict[int, list[int]] = {number: [] for number in range(count)}
