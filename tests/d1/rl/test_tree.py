@@ -261,7 +261,7 @@ def test_weights_that_processes_share_have_no_trees(tmp_path):
     """Also if they are gathered for a rollout: the processes would gather them a different number of times."""
     args = DiffuGRPOConfig(method="d-treerpo", output_dir=str(tmp_path), report_to="none", num_generations=16)
     with pytest.raises(
-        ValueError, match=r"--branches: a process samples as often as its rows have levels.*: use DDP or"
+        ValueError, match=r"--branches: processes make different numbers of forward passes.*: use DDP or"
     ):
         check_trainer(args, args.sampling_settings(), [is_even], False, True, False)
     check_trainer(args, args.sampling_settings(), [is_even], False, False, False)
