@@ -351,6 +351,7 @@ UNSUPPORTED_IN_MODEL = {  # the same, of `ModelConfig`
     "bnb_4bit_quant_storage": None,
 }
 
+METRICS_ONLY = "entropies are computed for metrics, without a gradient"
 # What to set instead of one of these
 INSTEAD = {
     "generation_batch_size": "rollout_batch_size says how many completions a device samples at once, as in d1; "
@@ -367,11 +368,12 @@ INSTEAD = {
     "bnb_4bit_quant_type": "load_in_4bit loads NF4",
     "bnb_4bit_quant_storage": "load_in_4bit loads NF4",
     "cast_lm_head_to_fp32": "the head has the dtype of the model",
-    **dict.fromkeys(
-        ("entropy_coef", "use_adaptive_entropy", "entropy_coef_min", "entropy_coef_max", "entropy_coef_delta"),
-        "entropies are computed for metrics, without a gradient",
-    ),
-    "entropy_target": "entropies are computed for metrics, without a gradient",
+    "entropy_coef": METRICS_ONLY,
+    "use_adaptive_entropy": METRICS_ONLY,
+    "entropy_coef_min": METRICS_ONLY,
+    "entropy_coef_max": METRICS_ONLY,
+    "entropy_coef_delta": METRICS_ONLY,
+    "entropy_target": METRICS_ONLY,
     "data_seed": "seed also orders the prompts",
     "label_smoothing_factor": "the losses of RL have no labels",
     "train_sampling_strategy": "shuffle_dataset says whether prompts come in random order",
