@@ -140,8 +140,15 @@ def preference_sizes(args: FitRun) -> dict[str, Any]:
     return {"beta": 1.0, "views": args.num_views, "canvas": canvas, "stored": stored}
 
 
-UNIFORM_NOISE = {"estimator": "accepted", "p_mask_prompt": 0.0, "self_conditioning": False}  # what RL then needs
-UNIFORM_NOISE |= {"sampler": "parallel", "reveal": "entropy", "temperature": 0.8, "end_temperature": 0.4}
+UNIFORM_NOISE = {  # what RL of a model with uniform noise needs
+    "estimator": "accepted",
+    "p_mask_prompt": 0.0,
+    "self_conditioning": False,
+    "sampler": "parallel",
+    "reveal": "entropy",
+    "temperature": 0.8,
+    "end_temperature": 0.4,
+}
 
 
 def method_sizes(args: FitRun, block_size: int | None, uniform: bool = False) -> dict[str, Any]:
@@ -154,19 +161,25 @@ def method_sizes(args: FitRun, block_size: int | None, uniform: bool = False) ->
     from d1.rl.config import DiffuGRPOConfig
 
     method = str(args.method)
-    given: dict[str, Any] = dict.fromkeys(
-        ("gradient_accumulation_steps", "steps_per_generation"), args.steps_per_generation
-    )
-    given |= {"per_device_train_batch_size": 2, "num_generations": 2}  # the smallest batch: rows are counted elsewhere
+    settings: dict[str, Any] = {
+        "gradient_accumulation_steps": args.steps_per_generation,
+        "steps_per_generation": args.steps_per_generation,
+        # The smallest batch: rows are counted elsewhere.
+        "per_device_train_batch_size": 2,
+        "num_generations": 2,
+    }
     for name in ("max_completion_length", "diffusion_steps", "block_length"):
         if name not in METHODS[method].values and getattr(args, name) is not None:
-            given[name] = getattr(args, name)
-    given |= {} if block_size is None else {"block_length": block_size}
-    given |= {} if args.beta is None else {"beta": args.beta}
+            settings[name] = getattr(args, name)
+    if block_size is not None:
+        settings["block_length"] = block_size
+    if args.beta is not None:
+        settings["beta"] = args.beta
     if args.edit_threshold is not None:
-        given |= {"sampler": "parallel", "reveal": "threshold", "edit_threshold": args.edit_threshold}
-    given |= UNIFORM_NOISE if uniform else {}
-    config = DiffuGRPOConfig(output_dir=".", method=method, use_cpu=True, bf16=False, **given)
+        settings.update(sampler="parallel", reveal="threshold", edit_threshold=args.edit_threshold)
+    if uniform:
+        settings.update(UNIFORM_NOISE)
+    config = DiffuGRPOConfig(output_dir=".", method=method, use_cpu=True, bf16=False, **settings)
     canvas = min(args.max_completion_length, args.length)
     return fields_of(config, args.length, canvas, block_size, uniform)
 
@@ -189,23 +202,32 @@ class Recipe(NamedTuple):
 
 def hardware_of(file: Path) -> dict[str, Any]:
     """`gpus`, `card` and `zero`, as far as the comment at the top of a recipe states them."""
-    text, found = file.read_text(encoding="utf-8"), dict[str, Any]()
-    if match := HARDWARE.search(text):
-        found |= {"gpus": int(match[1]), "card": match[2]}
-    if (match := LAUNCH.search(text)) and (launch := file.resolve().parents[1] / match[1]).is_file():
-        config = yaml.safe_load(launch.read_text(encoding="utf-8"))
-        found["zero"] = config.get("deepspeed_config", {}).get("zero_stage", 0)
-        if config.get("distributed_type") == "FSDP":  # weights, gradients and optimizer are split as by ZeRO-3
-            found["zero"] = 3
-    return found
+    text = file.read_text(encoding="utf-8")
+    hardware: dict[str, Any] = {}
+    cards = HARDWARE.search(text)
+    if cards:
+        hardware["gpus"] = int(cards[1])
+        hardware["card"] = cards[2]
+    launch_line = LAUNCH.search(text)
+    if launch_line is None:
+        return hardware
+    launch_file = file.resolve().parents[1] / launch_line[1]
+    if launch_file.is_file():
+        launch = yaml.safe_load(launch_file.read_text(encoding="utf-8"))
+        hardware["zero"] = launch.get("deepspeed_config", {}).get("zero_stage", 0)
+        if launch.get("distributed_type") == "FSDP":  # weights, gradients and optimizer are split as by ZeRO-3
+            hardware["zero"] = 3
+    return hardware
 
 
 def rows_of(name: str, data_file: str | None, rows: int | None) -> int:
     """The number of rows that a run trains on: `rows`, else that of the data set if it is known."""
-    known = rows or (None if data_file else ROWS.get(name))
-    if known is None:
+    count = rows
+    if not count and not data_file:
+        count = ROWS.get(name)
+    if not count:
         raise ValueError(f"the number of rows of {data_file or name} is not known: add --rows N")
-    return known
+    return count
 
 
 def sft_recipe(file: Path, gpus: int, rows: int | None) -> Recipe:
@@ -214,15 +236,36 @@ def sft_recipe(file: Path, gpus: int, rows: int | None) -> Recipe:
     from d1.sft.train import make_parser
 
     args = make_parser().parse_args(["--config", str(file)])
-    count, batch = rows_of(args.train_data, None, rows), args.batch_size * (2 if args.complementary_masks else 1)
-    batches = math.ceil((count - math.ceil(count * args.test_split)) / (args.batch_size * gpus))
-    steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_epochs * -(-batches // args.grad_accum_steps))
-    names = ("lora_r", "load_in_4bit", "gradient_checkpointing", "edit_turns")
-    flags = {name: getattr(args, name) for name in names} | ({"lora_r": 0} if args.full_finetuning else {})
-    flags |= {"model_path": args.model_name, "stage": "sft", "batch": batch, "length": args.max_length}
-    flags["dtype"] = args.dtype or ("float32" if args.bf16 == "false" else "bfloat16")
-    flags["lora_targets"] = args.lora_target_modules
     config = config_of(args.model_name)
+
+    # The optimizer steps
+    count = rows_of(args.train_data, None, rows)
+    train_rows = count - math.ceil(count * args.test_split)
+    batches = math.ceil(train_rows / (args.batch_size * gpus))
+    steps = args.max_steps
+    if steps <= 0:
+        steps = math.ceil(args.num_epochs * -(-batches // args.grad_accum_steps))
+
+    # What takes memory
+    batch = args.batch_size
+    if args.complementary_masks:
+        batch *= 2
+    dtype = args.dtype
+    if not dtype:
+        dtype = "float32" if args.bf16 == "false" else "bfloat16"
+    flags = {
+        "model_path": args.model_name,
+        "stage": "sft",
+        "batch": batch,
+        "length": args.max_length,
+        "dtype": dtype,
+        "lora_r": 0 if args.full_finetuning else args.lora_r,
+        "lora_targets": args.lora_target_modules,
+        "load_in_4bit": args.load_in_4bit,
+        "gradient_checkpointing": args.gradient_checkpointing,
+        "edit_turns": args.edit_turns,
+    }
+
     # The tokens of a row that a forward pass processes: a block-causal model reads the row clean and noised, and one
     # with uniform noise reads the row and a canvas.
     streams = args.max_length * (2 if block_size(config) else 1)
@@ -258,35 +301,64 @@ def rl_recipe(file: Path, gpus: int, rows: int | None) -> Recipe:
     size = block_size(config)
     args.block_length = args.block_length or size or 32
     sampling = args.sampling_settings(config)  # which says how a block's first token is predicted
-    size = args.block_length if has_causal_context(config) else size
+    if has_causal_context(config):
+        size = args.block_length
     numbers = plan(args, rows_of(args.dataset, args.data_file, rows), size)
-    length, targets = args.max_prompt_length + args.max_completion_length, model.lora_target_modules
-    names = ("max_completion_length", "diffusion_steps", "views_at_once", "edit_threshold", "gradient_checkpointing")
-    of_run = ("model_path", "method", "beta", "merged_rollouts", *names)
-    flags = {name: getattr(args, name) for name in of_run}
-    flags |= {"stage": "rl", "batch": args.per_device_train_batch_size, "length": length}
-    flags["block_length"] = args.block_length
-    flags["dtype"] = "bfloat16" if settings.get("bf16", True) else model.dtype or "float32"  # the default on a GPU
-    flags |= {"steps_per_generation": args.steps_per_generation // gpus, "load_in_4bit": model.load_in_4bit}
-    flags["lora_targets"] = [targets] if isinstance(targets, str) else targets
-    flags["lora_r"] = model.lora_r if model.use_peft else 0
+    length = args.max_prompt_length + args.max_completion_length
+
+    # What takes memory
+    dtype = "bfloat16"  # the default on a GPU
+    if not settings.get("bf16", True):
+        dtype = model.dtype or "float32"
+    targets = model.lora_target_modules
+    if isinstance(targets, str):
+        targets = [targets]
+    flags = {
+        "model_path": args.model_path,
+        "stage": "rl",
+        "method": args.method,
+        "beta": args.beta,
+        "batch": args.per_device_train_batch_size,
+        "length": length,
+        "max_completion_length": args.max_completion_length,
+        "diffusion_steps": args.diffusion_steps,
+        "block_length": args.block_length,
+        "edit_threshold": args.edit_threshold,
+        "views_at_once": args.views_at_once,
+        "steps_per_generation": args.steps_per_generation // gpus,
+        "merged_rollouts": args.merged_rollouts,
+        "gradient_checkpointing": args.gradient_checkpointing,
+        "dtype": dtype,
+        "load_in_4bit": model.load_in_4bit,
+        "lora_r": model.lora_r if model.use_peft else 0,
+        "lora_targets": targets,
+    }
+
+    # The tokens of a completion that its passes process. A block-causal model samples with a cache, and scores a clean
+    # text and a noised canvas.
+    scored = length
+    if size:
+        scored += args.max_completion_length + size - 1
+    window = None  # of all passes of a completion, with a cache that computes a part of the row
+    if not size and sampling.cache in ("dual", "prefix"):
+        window = window_tokens(sampling, length, shift=getattr(config, "predicts_next_token", False))
     completions = numbers["rollouts"] * numbers["completions per rollout"]
-    # A block-causal model samples with a cache, and scores a clean text and a noised canvas.
-    scored = length + (args.max_completion_length + size - 1 if size else 0)
     parts = {}
     for name, passes in numbers.items():
         head, _, purpose = name.partition(": ")
-        each = scored * (1 if model.use_peft or "backward" not in purpose else 2) * passes
-        if purpose == "sampling":
-            each = passes * (size or length) + (length if size else 0)
-        if purpose.startswith("sampling") and not size and sampling.cache in ("dual", "prefix"):
-            each = (
-                window_tokens(sampling, length, shift=getattr(config, "predicts_next_token", False))
-                * passes
-                / sampling.max_passes()
-            )
-        if head == "passes per completion (maximum)":
-            parts[purpose] = float(completions * each)
+        if head != "passes per completion (maximum)":
+            continue
+        if purpose.startswith("sampling") and window is not None:
+            tokens = window * passes / sampling.max_passes()
+        elif purpose == "sampling" and size:
+            tokens = passes * size + length
+        elif purpose == "sampling":
+            tokens = passes * length
+        elif "backward" in purpose and not model.use_peft:
+            tokens = 2 * scored * passes
+        else:
+            tokens = scored * passes
+        parts[purpose] = float(completions * tokens)
     per_rollout = max(1, numbers["optimizer steps"] // max(1, numbers["rollouts"]))
     return Recipe(flags, config, numbers["optimizer steps"], per_rollout, parts, length)
 
@@ -325,8 +397,8 @@ def hours_of(recipe: Recipe, args: FitRun) -> tuple[dict[str, float], str]:
 
     assert args.utilisation is not None
     speed = PEAKS[args.card] * 1e12 * args.utilisation * args.gpus * 3600
-    each = flops_per_token(recipe.config, recipe.context)
-    hours = {purpose: tokens * each / speed for purpose, tokens in recipe.tokens.items()}
+    token_flops = flops_per_token(recipe.config, recipe.context)
+    hours = {purpose: tokens * token_flops / speed for purpose, tokens in recipe.tokens.items()}
     total = sum(hours.values())
     trial = int(TRIAL * recipe.steps / total) // recipe.steps_per_rollout * recipe.steps_per_rollout
     trial = min(max(trial, recipe.steps_per_rollout), recipe.steps)

@@ -196,10 +196,11 @@ def step_peak(config: PreTrainedConfig, settings: FitSettings, layers: int, rows
                 states = canvas_step(model, ids, settings)
             elif size and training:
                 noised = ids[:, -((settings.length if settings.stage == "sft" else settings.canvas) + size - 1) :]
-                also = settings.stage == "sft" and has_causal_context(config)  # the clean text is trained, too
-                own = torch.arange(settings.length).expand(rows, -1) if also else None
+                clean_positions = None
+                if settings.stage == "sft" and has_causal_context(config):  # the clean text is trained, too
+                    clean_positions = torch.arange(settings.length).expand(rows, -1)
                 visible = torch.ones_like(ids)  # masks over queries are made from it
-                states = two_stream_states(model, ids, noised, visible, clean_at=own)
+                states = two_stream_states(model, ids, noised, visible, clean_at=clean_positions)
             else:
                 states = backbone(ids, mask, **({CACHE: DynamicCache()} if size else {}))
             if not training and not has_masks(config):
@@ -221,11 +222,13 @@ def step_peak(config: PreTrainedConfig, settings: FitSettings, layers: int, rows
 def canvas_step(model: Any, ids: torch.Tensor, settings: FitSettings) -> torch.Tensor:
     """The states of a step of a model with uniform noise: in SFT of the text and a canvas, in RL of all canvases, in
     evaluation of the last canvas."""
-    visible, size = torch.ones_like(ids), model.config.canvas_length
+    size = model.config.canvas_length
     if settings.stage == "rl":
-        return canvas_states(model, ids, ids[:, -settings.canvas :], visible)
-    own, start = (ids, 0) if settings.stage == "sft" else (ids[:, :-size], settings.length - size)
-    context, states = encode(model, own, torch.ones_like(own))
+        return canvas_states(model, ids, ids[:, -settings.canvas :], torch.ones_like(ids))
+    text_ids, start = ids, 0
+    if settings.stage != "sft":
+        text_ids, start = ids[:, :-size], settings.length - size
+    context, states = encode(model, text_ids, torch.ones_like(text_ids))
     if settings.stage == "eval":
         context.forget(model.config)
     positions = start + torch.arange(size).expand(len(ids), -1)
@@ -238,22 +241,27 @@ def activation_bytes(config: PreTrainedConfig, settings: FitSettings) -> tuple[f
 
     The slope is taken at many rows: with few, the gradient of the embeddings can exceed the activations of the layers.
     """
-    views, peaks = min(settings.views, settings.views_at_once), {}
-    asked = settings.batch * views
-    for rows in (asked, ROWS, 2 * ROWS):
-        few, more = depths(config)
-        low, high = (step_peak(config, settings, layers, rows) for layers in (few, more))
-        peaks[rows] = low + (high - low) * (config.num_hidden_layers - few) // (more - few)
-    # The peak is linear in the rows; the constant must cover the batch that was asked for and a large one.
+    views = min(settings.views, settings.views_at_once)
+    batch_rows = settings.batch * views
+    shallow, deep = depths(config)
+    peaks = {}
+    for rows in (batch_rows, ROWS, 2 * ROWS):
+        low = step_peak(config, settings, shallow, rows)
+        high = step_peak(config, settings, deep, rows)
+        peaks[rows] = low + (high - low) * (config.num_hidden_layers - shallow) // (deep - shallow)
+
+    # The peak is linear in the rows; the constant must cover the batch of the settings and a large one.
     one_row = (peaks[2 * ROWS] - peaks[ROWS]) / ROWS
-    found = max(peaks[rows] - one_row * rows for rows in (asked, ROWS)), one_row * views
+    constant = max(peaks[rows] - one_row * rows for rows in (batch_rows, ROWS))
+    update = constant, one_row * views
     if settings.stage != "rl":
-        return found
+        return update
+
     # A rollout can be the larger part: its cache, or its logits compared with activations that are recomputed.
     rollout = activation_bytes(config, replace(settings, stage="eval", views=1))
     if block_size(config):
-        return max(found[0], rollout[0]), max(found[1], rollout[1])
-    return max(found, rollout, key=lambda part: part[0] + part[1] * settings.batch)
+        return max(update[0], rollout[0]), max(update[1], rollout[1])
+    return max(update, rollout, key=lambda part: part[0] + part[1] * settings.batch)
 
 
 def total_and_active(config: PreTrainedConfig) -> tuple[int, int]:
@@ -293,10 +301,10 @@ def resident_bytes(config: PreTrainedConfig, settings: FitSettings) -> dict[str,
     head, norms) in fp32, as QLoRA does, and RL has its adapter in 16 bits, as TRL does.
     """
     model, size = build(config, settings), settings.weight_dtype.itemsize
-    own = [p for p in model.parameters() if p.requires_grad and settings.stage != "eval"]
-    trained = sum(p.numel() for p in own)
+    learnt = [p for p in model.parameters() if p.requires_grad and settings.stage != "eval"]
+    trained = sum(p.numel() for p in learnt)
     share = [1 / settings.gpus if settings.zero >= stage else 1.0 for stage in range(4)]
-    trained_size = size if settings.zero else max((p.element_size() for p in own), default=size)
+    trained_size = size if settings.zero else max((p.element_size() for p in learnt), default=size)
     fixed = [p for p in model.parameters() if not (p.requires_grad and settings.stage != "eval")]
     frozen = float(sum(p.numel() * p.element_size() for p in fixed))
     buffers = min(trained, BUCKET) * size if settings.zero else 0

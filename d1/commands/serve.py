@@ -61,13 +61,13 @@ class ServeFlags(CompletionFlags, ServerFlags):
     )
 
 
-def bound(host: str, port: int) -> socket.socket:
+def bind_socket(host: str, port: int) -> socket.socket:
     """A socket of this address, which does not listen yet."""
-    own = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     with named_address(host, port):
-        own.bind((host, port))
-    return own
+        listener.bind((host, port))
+    return listener
 
 
 @contextmanager
@@ -79,12 +79,14 @@ def named_address(host: str, port: int) -> Iterator[None]:
         raise OSError(f"--host {host} --port {port}: {error.strerror}{advice}") from error
 
 
-def hosts(host: str, more: Sequence[str]) -> tuple[str, ...]:
+def hosts(host: str, extra_names: Sequence[str]) -> tuple[str, ...]:
     """The names in the header `Host` of requests to a server that listens on `host`; if that is all addresses, also the
     machine's own."""
-    own = socket.gethostname().lower()
-    names = [own, own.partition(".")[0]] if host in ("", "0.0.0.0", "::") else [host.lower()]
-    return (*LOCAL, *names, *(name.lower().strip("[]") for name in more))
+    names = [host.lower()]
+    if host in ("", "0.0.0.0", "::"):
+        machine = socket.gethostname().lower()
+        names = [machine, machine.partition(".")[0]]
+    return (*LOCAL, *names, *(name.lower().strip("[]") for name in extra_names))
 
 
 def served_model(args: ServeFlags, folder: ModelFolder) -> Any:
@@ -142,7 +144,7 @@ def run(args: ServeFlags) -> None:
         args = replace(args, api_key=os.environ.get(KEY))
     if missing := [folder for folder in args.weights_dir if not folder.is_dir()]:
         raise FileNotFoundError(f"--weights_dir {missing[0]}: there is no such folder")
-    own = bound(args.host, args.port)  # before the model is loaded
+    listener = bind_socket(args.host, args.port)  # before the model is loaded
     tokenizer = tokenizer_of(args)
     check_chat_template(tokenizer, args.model_path)
     folder = args.read_folder()
@@ -160,11 +162,11 @@ def run(args: ServeFlags) -> None:
     gc.collect()
     gc.freeze()  # else the garbage collector looks through the libraries whenever a large request makes many objects
     with named_address(args.host, args.port):
-        own.listen()  # from here on clients are heard
+        listener.listen()  # from here on clients are heard
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # uvicorn's own, which drains, comes and goes before it
     host = f"[{args.host}]" if ":" in args.host else args.host
-    sys.stderr.write(f"Serving {server.name} on http://{host}:{own.getsockname()[1]}\n")
+    sys.stderr.write(f"Serving {server.name} on http://{host}:{listener.getsockname()[1]}\n")
     if args.host not in LOCAL and not args.api_key:
         logging.getLogger(__name__).warning("No --api_key: whoever reaches %s may use this server.", args.host)
     sys.stderr.flush()
-    program.run(sockets=[own])
+    program.run(sockets=[listener])

@@ -59,8 +59,8 @@ class WatchFlags(TurnFlags, CanvasFlags, QuestionFlags):  # --help lists the las
 def run(args: WatchFlags) -> None:
     """Plays one run, or two after each other, and writes the files asked for."""
     runs = [args, changed(args)] if args.against else [args]
-    for one in runs:
-        check_arguments(one)
+    for run_args in runs:
+        check_arguments(run_args)
     from rich.console import Console
 
     from d1.models.folder import ModelFolder
@@ -72,9 +72,10 @@ def run(args: WatchFlags) -> None:
     # Two runs of the same model read its folder and load it once.
     read = functools.cache(ModelFolder.read)
     loaded = functools.cache(load_on_device)
-    console, films = Console(), []
-    for one, title in zip(runs, titles(runs), strict=True):
-        growing, total = rehearse(one, title, read, loaded)
+    console = Console()
+    films = []
+    for run_args, title in zip(runs, titles(runs), strict=True):
+        growing, total = rehearse(run_args, title, read, loaded)
         if args.against and not console.is_terminal:
             console.out(f"{harmless(title)}:", highlight=False)
         films.append(play(growing, console, total, args.pause))
@@ -90,15 +91,22 @@ def changed(args: WatchFlags) -> WatchFlags:
 
 def titles(runs: list[WatchFlags]) -> list[str]:
     """A title per run: the flags that differ between the runs, or the model's name if there are none."""
-    flags = [vars(one) | {"against": None, "model_path": Path(one.model_path).name or one.model_path} for one in runs]
-    names = [name for name in flags[0] if any(one[name] != flags[0][name] for one in flags)] or ["model_path"]
+    flags = []
+    for args in runs:
+        flags.append(vars(args) | {"against": None, "model_path": Path(args.model_path).name or args.model_path})
+    differing = [name for name in flags[0] if any(values[name] != flags[0][name] for values in flags)]
+    names = differing or ["model_path"]
 
-    def described(name: str, value: Any) -> str:
+    def describe(name: str, value: Any) -> str:
         if name == "model_path":
             return str(value)
-        return name if value is True else f"no {name}" if value in (None, False) else f"{name} {without_folders(value)}"
+        if value is True:
+            return name
+        if value in (None, False):
+            return f"no {name}"
+        return f"{name} {without_folders(value)}"
 
-    return [", ".join(described(name, one[name]) for name in names) for one in flags]
+    return [", ".join(describe(name, values[name]) for name in names) for values in flags]
 
 
 def check_arguments(args: WatchFlags) -> None:
@@ -140,19 +148,21 @@ def rehearse(
     check_chat_template(tokenizer, args.model_path)
     row = row_of(args)
     folder = read(args.model_path, args.checkpoint_path or None)
-    args, config = resolve_canvas(args, folder), folder.config
+    args = resolve_canvas(args, folder)
+    config = folder.config
     # Errors of tools come before the weights are read.
     toolbox, functions = tools_of(args, sampling_settings(args, config).gen_length, tokenizer, config)
     model = model_of(args, folder, loaded)
     settings = sampling_settings(args, model.config)
-    messages, of_tools = toolbox.add_tool_instructions(row["prompt"], functions)
-    text = render_prompt(tokenizer, messages, **of_tools)
+    messages, template_options = toolbox.add_tool_instructions(row["prompt"], functions)
+    text = render_prompt(tokenizer, messages, **template_options)
     episode = Episode(messages, encode_prompt(tokenizer, text), functions)
     check_room(model.config, len(episode.next_ids), settings.gen_length)
-    blocks, ends = settings.block_length, end_ids(tokenizer)
+    blocks = settings.block_length
+    ends = end_ids(tokenizer)
     edits = "" if settings.edits is None else f" · edits above {settings.edits:g}"
     name = without_folders(args.model_path)
-    said = f"{name} · {settings.sampler} · blocks of {blocks} · temperature {settings.temperature:g}{edits}"
+    subtitle = f"{name} · {settings.sampler} · blocks of {blocks} · temperature {settings.temperature:g}{edits}"
     task = load_task(args.dataset) if args.dataset else None
     options: dict[str, Any] = {
         "mask_token_id": tokenizer.mask_token_id,
@@ -160,19 +170,23 @@ def rehearse(
     }
 
     filled = len(episode.next_ids) % blocks if block_size(model.config) else None  # of the block where a prompt ends
-    most = settings.max_passes(filled)
+    max_passes = settings.max_passes(filled)
 
     def turn(judge: Judge | None) -> Iterator[Film]:
-        number, ids = len(episode.turns), torch.tensor([episode.next_ids]).to(model.device)
-        options["generator"] = [keyed_generator(args.seed, args.index, 0, *[number] * bool(number))]
+        number = len(episode.turns)
+        ids = torch.tensor([episode.next_ids]).to(model.device)
+        key = [args.seed, args.index, 0]
+        if number:
+            key.append(number)
+        options["generator"] = [keyed_generator(*key)]
         steps = rollout_steps(model, ids, torch.ones_like(ids), settings, **options)
-        return filmed(steps, functools.partial(piece, tokenizer), ids.shape[1], title, text, said, judge)
+        return filmed(steps, functools.partial(piece, tokenizer), ids.shape[1], title, text, subtitle, judge)
 
     if not args.tools:
-        return turn(judge_of(task, row, tokenizer, ends) if task else None), most
+        return turn(judge_of(task, row, tokenizer, ends) if task else None), max_passes
 
     def turns() -> Iterator[Film]:
-        film = Film(title, text, said, [], [], [], [])
+        film = Film(title, text, subtitle, [], [], [], [])
         canvas: list[int] = []
 
         def collect(film: Film, canvas_ids: Sequence[int]) -> None:
@@ -187,13 +201,15 @@ def rehearse(
             if calls:
                 toolbox.results(episode, calls, at=[args.seed, args.index, 0])
             last = episode.turns[-1]
-            given = [] if episode.end else episode.next_ids[len(last.prompt_ids) + len(last.kept) :]
-            film = film.followed(part, len(last.kept), [piece(tokenizer, token) for token in given])
+            result_ids = []
+            if not episode.end:
+                result_ids = episode.next_ids[len(last.prompt_ids) + len(last.kept) :]
+            film = film.followed(part, len(last.kept), [piece(tokenizer, token) for token in result_ids])
         if task:
             film.solved = next(iter(task.score(episode.messages[-1]["content"], row).values())) == 1
         yield film
 
-    return turns(), most * toolbox.settings.max_turns
+    return turns(), max_passes * toolbox.settings.max_turns
 
 
 def write(args: WatchFlags, films: list[Film]) -> None:
