@@ -114,11 +114,12 @@ def adapter_chain(path: str, adapter: str | Path | Sequence[str | Path] | None) 
 
     base_locations: list[str] = []  # of the adapters that are the base of another one
     while find_adapter_config_file(path) is not None:
-        if location_of(path) in base_locations:
+        location = location_of(path)
+        if location in base_locations:
             raise ValueError(f"adapter {path} names itself as its base")
-        if location_of(path) in locations:
+        if location in locations:
             raise ValueError(f"adapter {path} is given, and {adapters[0]} is on it already: name one of them")
-        base_locations.append(location_of(path))
+        base_locations.append(location)
         adapters.insert(0, path)
         base = peft_config(path).base_model_name_or_path
         if not base or not isinstance(base, str):

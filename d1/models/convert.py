@@ -101,7 +101,7 @@ def snapshot_folder(source: str) -> str:
     files = [file_of(source, name) for name in ("config.json", *names)]
     if None in files:
         return source
-    file_of(source, GENERATION_CONFIG)
+    file_of(source, GENERATION_CONFIG)  # downloaded too, if there is one
     return str(Path(str(files[0])).parent)
 
 
@@ -149,7 +149,7 @@ def export(source: str, out: str, kind: str) -> None:
         return
     tokenizer = read_tokenizer(source)
     snapshot = snapshot_folder(source)
-    write_released(load_whole(snapshot), kind, snapshot, tokenizer, folder)
+    write_released(load_model(snapshot, "auto"), kind, snapshot, tokenizer, folder)
 
 
 def write_released(model: Any, kind: str, source: str, tokenizer: Any, folder: Path) -> None:
@@ -435,7 +435,7 @@ def read_autoregressive(source: str, mask_token: str) -> tuple[Any, Any]:
         return model, AutoTokenizer.from_pretrained(source, padding_side="left", trust_remote_code=False)
     gguf_types(file)  # raises first: the errors of Transformers for a damaged file are less clear
     config = gguf_config(file)
-    model, tokenizer, report = load_gguf(file)
+    model, tokenizer, report = load_gguf(file, config)
     check_loaded(str(file), report)
     check_all_used(file, model)
     refuse_masked_model(str(file), config, kind_of(config), vars(config), tokenizer.mask_token, mask_token)

@@ -100,7 +100,7 @@ def prepare(model: Model) -> Model:
         raise ValueError(f"{name} runs its own code for {config.model_type!r}: load_model(path) uses a native class")
     if kind.encoder and getattr(config, "is_decoder", False):
         raise ValueError(f"this {name} was built to be causal: build it from a config with is_decoder=False")
-    keep_valid_generation_config(inner)
+    sanitize_generation_config(inner)
     if kind.uniform_noise:
         attend_both_ways(config, name)
         share_weights(inner)
@@ -141,7 +141,7 @@ def prepare(model: Model) -> Model:
     return model
 
 
-def keep_valid_generation_config(model: Any) -> None:
+def sanitize_generation_config(model: Any) -> None:
     """Leave only token ids and `max_new_tokens` of a generation config that Transformers reads and refuses to save,
     such as a temperature without `do_sample`: a run would end at its first checkpoint. Nothing here reads the rest."""
     config = getattr(model, "generation_config", None)

@@ -169,10 +169,7 @@ def checkpoint_to_resume(output_dir: str | Path, resume: str | bool | None) -> P
             )
         return None
     if str(resume).lower() == "true":
-        if last is None:
-            logger.warning("No checkpoint in %s yet: starting from the beginning.", output_dir)
-            return None
-        return Path(last)
+        return Path(last) if last else None
 
     folder = Path(str(resume))
     if not folder.is_dir() or (checkpoint_step(folder) < 0 and not (folder / STATE).is_file()):

@@ -93,6 +93,8 @@ class Stage:
         """`run` without its checks, in the process or processes that hold the folder's lock."""
         training = self.training
         checkpoint = checkpoint_to_resume(folder, training.resume_from_checkpoint)
+        if checkpoint is None and str(training.resume_from_checkpoint).lower() == "true":
+            logger.warning("No checkpoint in %s yet: starting from the beginning.", folder)
         history = read_history(checkpoint)
         world = {"world_size": training.world_size}
         # Another run than the one in the folder is refused at once.

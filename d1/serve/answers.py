@@ -80,7 +80,7 @@ class Choice:
             self.reason = "length" if is_last else None
         self.final_length = len(self.text) if self.reason else final_length
 
-    def take_text(self) -> str:
+    def pop_delta(self) -> str:
         """The text that can be sent now and was not sent before."""
         text = self.text[self.sent_length : self.final_length]
         self.sent_length = max(self.sent_length, self.final_length)

@@ -14,7 +14,6 @@ import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, TypeVar
@@ -219,11 +218,9 @@ def make_request(
     return {"input_ids": [*texts], "rid": [f"{rid}.{suffix}" for rid in rids], "sampling_params": params}
 
 
-def convert_sglang_answer(
-    where: str, row: dict[str, Any], settings: SamplingSettings, ends: Sequence[int]
-) -> dict[str, Any]:
+def convert_sglang_answer(row: dict[str, Any], settings: SamplingSettings, ends: Sequence[int]) -> dict[str, Any]:
     """An answer of SGLang in the form of `d1 serve`: with the tokens after the EOS stop, and the sums of passes and of
-    their tokens. `where` is not used: `explain_errors` passes it to every reader."""
+    their tokens."""
     # Passes are the engine's own, with those that store keys and values; tokens of the prompt count if not cached.
     meta = row["meta_info"]
     missing = settings.gen_length - len(row["output_ids"])  # tokens after the EOS stop
@@ -435,16 +432,18 @@ class RolloutServer:
             raise ValueError(f"{message}: who else uses it?")
 
         # The columns of the rollout
-        convert = partial(convert_sglang_answer, settings=prompts.settings, ends=prompts.ends)
         expected = Expected(
             prompts.vocabulary, prompts.mask_token_id, prompts.ends, prompts.settings, aligned=prompts.aligned
         )
-        check = partial(check_answer, expected=expected)
+
+        def read_answer(where: str, answer: dict[str, Any], text: Sequence[int]) -> dict[str, Tensor]:
+            if self.mask_token_id is not None:
+                answer = convert_sglang_answer(answer, prompts.settings, prompts.ends)
+            return check_answer(where, answer, text, expected)
+
         rows = []
         for label, answer, text in zip(labels, answers, texts, strict=True):
-            if self.mask_token_id is not None:
-                answer = explain_errors(label, convert, answer)
-            rows.append(explain_errors(label, check, answer, text))
+            rows.append(explain_errors(label, read_answer, answer, text))
         columns = {name: torch.stack([row[name] for row in rows]).to(prompts.ids.device) for name in rows[0]}
         return Rollout(
             ids=torch.cat([prompts.ids, columns["completion_ids"]], dim=1),

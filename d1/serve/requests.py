@@ -524,7 +524,7 @@ async def stream_rows(
                 version = versions.get(index, event.weight_version)
                 if event.weight_version != version:
                     raise Stopped("the weights changed in the middle of this stream: ask again")
-                text = choice.take_text()
+                text = choice.pop_delta()
                 if text or choice.reason:
                     versions[index] = version
                     yield server_sent_event(make_chunk([choice_of(index, text, choice.reason, kind)]))

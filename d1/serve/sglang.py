@@ -234,7 +234,9 @@ def settings_of(params: Any, block_size: int) -> SamplingSettings:
     unknown = values.keys() - NAMES
     if unknown:
         raise ValueError(f"{min(unknown)} is no setting of a sampler: known are {', '.join(sorted(NAMES))}")
-    settings = SamplingSettings(**{**values, "gen_length": length})
+    values = dict(values)  # the request stays as it is
+    values["gen_length"] = length
+    settings = SamplingSettings(**values)
     if settings.block_length != block_size:
         raise ValueError(f"block_length must be {block_size}, not {settings.block_length}: it is that of the model")
     if settings.cfg_scale > 0 or settings.cache is not None:

@@ -122,13 +122,12 @@ def scale_positions(config: PreTrainedConfig, file: Path) -> None:
     config.rope_parameters = {**parameters, "rope_type": "linear", "factor": factor}
 
 
-def load_gguf(file: Path) -> tuple[Any, Any, dict[str, Any]]:
+def load_gguf(file: Path, config: PreTrainedConfig) -> tuple[Any, Any, dict[str, Any]]:
     """The model with its weights unpacked to fp32, its tokenizer, and what Transformers reports about the weights, as
-    with `output_loading_info`."""
+    with `output_loading_info`; `config` is from `gguf_config`."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    config = gguf_config(file)
     with folder_with_only(file) as folder:
         with reading(file, "Transformers cannot read the weights of the GGUF file"):
             loaded: Any = AutoModelForCausalLM.from_pretrained(

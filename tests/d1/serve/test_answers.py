@@ -55,7 +55,7 @@ def test_what_is_streamed_is_the_text(name: str, text: str, stops: list[str], si
     while choice.reason is None:
         at, turn = at + sizes[turn % len(sizes)], turn + 1
         choice.update(ids[:at], at >= len(ids))
-        sent += choice.take_text()
+        sent += choice.pop_delta()
         assert cut_at_stop(text, stops).startswith(sent)
     assert sent == choice.text == cut_at_stop(text, stops)
     assert choice.reason == ("stop" if ended or len(sent) < len(text) else "length")
@@ -65,6 +65,6 @@ def test_what_is_streamed_is_the_text(name: str, text: str, stops: list[str], si
 def test_a_text_that_may_begin_its_stop_string_waits_for_the_end(text: str) -> None:
     choice = Choice(TOKENIZERS["level"], (), ["abcde"])
     choice.update(ids_of("level", text), False)
-    assert choice.take_text() == ""
+    assert choice.pop_delta() == ""
     choice.update(ids_of("level", text), True)
-    assert (choice.take_text(), choice.reason) == (text, "length")
+    assert (choice.pop_delta(), choice.reason) == (text, "length")

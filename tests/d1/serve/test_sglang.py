@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import re
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -199,14 +198,16 @@ def test_answers_have_the_form_of_our_server():
     settings = SamplingSettings(gen_length=6, block_length=4, steps=6)
     meta = {"output_token_logprobs": [[-0.5, 9, None], [-0.25, 2, None]], "output_token_entropies": [0.1, 0.2]}
     meta |= {"step_maps": [1, 2], "forward_passes": [3, 0], "prompt_tokens": 10, "cached_tokens": 4}
-    ours = convert_sglang_answer("row 0: ", {"output_ids": [9, 2], "meta_info": meta}, settings, (2, 7))
+    ours = convert_sglang_answer({"output_ids": [9, 2], "meta_info": meta}, settings, (2, 7))
     assert ours["output_ids"] == [9, 2, 2, 2, 2, 2]
     assert ours["meta_info"]["step_maps"] == [1, 2, 0, 0, 0, 0]
     assert (ours["meta_info"]["forward_passes"], ours["meta_info"]["forward_tokens"]) == (3, 16)
 
 
 def test_an_answer_of_sglang_that_lacks_a_field_is_one_clear_line():
-    convert = partial(convert_sglang_answer, settings=SamplingSettings(6, 4, 6), ends=(2,))
+    def convert(where, answer):
+        return convert_sglang_answer(answer, SamplingSettings(6, 4, 6), ends=(2,))
+
     with pytest.raises(ValueError, match=r"http://a, row 3: the answer is not of the form .*forward_passes"):
         explain_errors("http://a, row 3: ", convert, {"output_ids": [9], "meta_info": {}})
 
