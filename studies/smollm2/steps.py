@@ -129,13 +129,13 @@ def convert_source(study: Study) -> dict[str, Any]:
     """The autoregressive model as a folder of Transformers, in fp32."""
     from transformers import AutoTokenizer
 
-    from d1.models.formats.gguf import load_gguf
+    from d1.models.formats.gguf import gguf_config, load_gguf
 
     out = study.path("ar")
     shutil.rmtree(out, ignore_errors=True)
     source = Path(study.model)
     if source.suffix == ".gguf":
-        model, tokenizer, _ = load_gguf(source)
+        model, tokenizer, _ = load_gguf(source, gguf_config(source))
     else:
         model = load_ar(source)
         tokenizer = AutoTokenizer.from_pretrained(source)

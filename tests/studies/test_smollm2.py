@@ -9,10 +9,13 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from gguf import GGMLQuantizationType
+from transformers import AutoModelForCausalLM
 
 from studies.json_lines import append_line, read_lines
 from studies.smollm2 import run, steps, svamp
 from studies.smollm2.report import contrasts_table, conversion_table, masks_table, stages_table
+from tests.d1.models.test_gguf import write_gguf
 
 ROW = {
     "Question": "A has number0 books in each of number1 boxes , and gives number2 away . How many are left ?",
@@ -50,6 +53,16 @@ def test_a_division_that_leaves_a_part_is_no_problem():
     assert svamp.problem_of(row, [Fraction(9), Fraction(6), Fraction(1)]) is None
     assert svamp.problem_of(row, [Fraction(9), Fraction(0), Fraction(1)]) is None
     assert svamp.problem_of(row, [Fraction(12), Fraction(6), Fraction(1)])["ground_truth"] == 2
+
+
+def test_the_autoregressive_model_of_a_gguf_is_a_folder_of_transformers(tmp_path):
+    expected = write_gguf(tmp_path / "tiny.gguf", GGMLQuantizationType.Q4_1).state_dict()
+    study = steps.Study(str(tmp_path / "tiny.gguf"), tmp_path / "work", tmp_path / "runs.jsonl")
+    assert steps.convert_source(study)["parameters"] == sum(weight.numel() for weight in expected.values())
+    saved = AutoModelForCausalLM.from_pretrained(study.path("ar")).state_dict()
+    assert saved.keys() == expected.keys()
+    for name, weight in expected.items():
+        assert saved[name].equal(weight), name
 
 
 @pytest.mark.parametrize("arm", steps.DIFFUSION)
