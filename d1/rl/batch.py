@@ -324,9 +324,14 @@ def transform_advantages(
 
 
 def has_equal_rewards(rewards: Tensor) -> Tensor:
-    """(groups,) bool, whether the rewards (groups, completions per prompt) of a group are equal; NaN does not count."""
-    centred = (rewards - rewards.nanmean(1, keepdim=True)).nan_to_num(0.0)
-    return torch.isclose(centred, torch.zeros_like(centred)).all(1)
+    """(groups,) bool, whether the rewards (groups, completions per prompt) of a group are equal; NaN does not count.
+
+    They are compared with each other: the mean of equal rewards may differ from them by rounding (0.3 for eight rows).
+    """
+    is_missing = rewards.isnan()
+    highest = rewards.masked_fill(is_missing, -torch.inf).amax(1)
+    lowest = rewards.masked_fill(is_missing, torch.inf).amin(1)
+    return highest <= lowest
 
 
 def prompt_filter(
@@ -408,12 +413,9 @@ def select_prompt_share(
     rewards, steps = ranks.all_gather(local_values).unbind(1)
     rewards, steps = rewards.view(-1, group), steps.view(-1, group).mean(1)
 
-    # A completion without a reward gets the mean of the others, which changes neither whether these differ nor their
-    # mean; a prompt without any reward counts as one whose rewards are 0.
-    rewards = torch.where(rewards.isnan(), rewards.nanmean(1, keepdim=True), rewards).nan_to_num(0.0)
-
-    # 2: rewards differ; 1: they are equal and above 0; 0: the others. Within a kind, order by a number below 1.
-    kinds = torch.where(rewards.std(1) > 1e-8, 2, (rewards.mean(1) > 0).long())
+    # 2: rewards differ; 1: they are equal and above 0; 0: the others. Completions without a reward do not count, and a
+    # prompt without any reward is one of the others. Within a kind, order by a number below 1.
+    kinds = torch.where(has_equal_rewards(rewards), (rewards.nanmean(1) > 0).long(), 2)
     drawn = torch.rand(len(kinds), generator=generator).to(steps.device)
     order = kinds + torch.where(kinds == 0, steps / (1 + steps.max()), drawn)
     if candidates is None:

@@ -19,7 +19,7 @@ from trl import ModelConfig
 
 from d1.masking import keyed_generator
 from d1.rl import train as diffu_grpo_train
-from d1.rl.batch import RankView, prompt_filter, select_prompt_share, transform_advantages
+from d1.rl.batch import RankView, has_equal_rewards, prompt_filter, select_prompt_share, transform_advantages
 from d1.rl.config import DiffuGRPOConfig
 from d1.rl.losses import ADVANTAGES, AdvantageInputs
 from d1.rl.rewards import RewardError, accuracy_of, check_rewards, guard_reward, rewards_of, weighted_sum
@@ -338,6 +338,22 @@ def test_prompts_are_chosen_by_the_completions_that_have_a_reward() -> None:
     ]
 
 
+def test_equal_rewards_are_equal_whatever_their_mean_is_rounded_to() -> None:
+    """The mean of eight times 0.3 is not 0.3 in fp32. Neither a missing reward nor the size of a group changes this."""
+    for group in (2, 6, 8, 12):
+        for value in (0.1, 0.3, 1 / 3, 1.7):
+            rewards = torch.full((3, group), value)
+            rewards[1, 0] = math.nan
+            rewards[2, -1] += 0.1
+            assert has_equal_rewards(rewards).tolist() == [True, True, False]
+    assert has_equal_rewards(torch.full((1, 4), math.nan)).tolist() == [True]
+    rewards = torch.tensor([[0.3] * 8, [math.nan] + [0.3] * 7, [0.3] * 7 + [0.4]])
+    batch: dict[str, Any] = {"completion_reward": rewards.flatten(), "completion_mask": torch.ones(24, 4)}
+    batch["reveal_steps"] = torch.zeros(24, 4, dtype=torch.long)
+    for seed in range(20):
+        assert select_prompt_share(batch, 1 / 3, 8, HERE, keyed_generator(seed)).tolist() == [False, False, True]
+
+
 def test_hinted_groups_leave_missing_rewards_out(tiny_model_dir: Path, tmp_path: Path) -> None:
     def last_is_missing(completions: list, letter: list, **columns: Any) -> list[Any]:
         right = repeats_letter(completions, letter)
@@ -357,19 +373,23 @@ def test_hinted_groups_leave_missing_rewards_out(tiny_model_dir: Path, tmp_path:
 def test_groups_with_equal_rewards_are_counted_however_advantages_are_scaled(
     tiny_model_dir: Path, tmp_path: Path, scale: str
 ) -> None:
-    """Of two prompts: both with equal rewards of their own, then one."""
+    """Of two prompts: both with equal rewards of their own, then one. Of one prompt: equal rewards whose mean is
+    rounded to another number."""
 
-    def run(values: list[float]) -> Any:
+    def run(values: list[float], group: int = 4) -> Any:
         def reward(completions: list, **columns: Any) -> list[float]:
             return values[: len(completions)]
 
         options: dict[str, Any] = {"reward": reward, "reward_weights": None, "per_device_train_batch_size": 8}
-        trainer = make_method(tiny_model_dir, tmp_path, "d1", scale_rewards=scale, max_steps=1, **options)
+        options |= {"scale_rewards": scale, "num_generations": group, "max_steps": 1}
+        trainer = make_method(tiny_model_dir, tmp_path, "d1", **options)
         trainer.train()
         return trainer
 
     equal, differing = run([1.0] * 4 + [2.0] * 4), run([1.0] * 4 + [2.0, 1.0, 2.0, 2.0])
+    rounded = run([0.3] * 8, group=8)
     assert never_differed(equal.state.log_history)
+    assert never_differed(rounded.state.log_history)
     assert logged(equal)[0]["frac_reward_zero_std"] == 1
     assert logged(differing)[0]["frac_reward_zero_std"] == 0.5
 
