@@ -48,15 +48,15 @@ WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "adapter_model.s
 
 
 @contextlib.contextmanager
-def staged_checkpoint(trainer: Trainer, resumed_from: Path | None = None) -> Iterator[Path]:
+def staged_checkpoint(trainer: Trainer, resumed_step: int | None = None) -> Iterator[Path]:
     """Inside, the Trainer writes its checkpoint under `output_dir/.saving`; afterwards, it is moved to `output_dir`.
 
     So a run that is killed while saving leaves no half-written `checkpoint-N`. Old checkpoints are deleted last.
     Yields the folder that is being written. OSError if it has no room.
 
     Args:
-        resumed_from: of the first checkpoint after a resume, the one that the run continues from: those of later steps
-            are set aside (`set_aside_later`).
+        resumed_step: of the first checkpoint after a resume, the step that the run continues from: checkpoints of later
+            steps are set aside (`set_aside_later`).
     """
     args = trainer.args
     state = trainer.state
@@ -92,8 +92,8 @@ def staged_checkpoint(trainer: Trainer, resumed_from: Path | None = None) -> Ite
 
     if args.should_save:
         give_usual_mode(staging.rglob("*.safetensors"))
-        if resumed_from is not None:
-            set_aside_later(final, resumed_from)
+        if resumed_step is not None:
+            set_aside_later(final, resumed_step)
         shutil.rmtree(final / name, ignore_errors=True)
         os.replace(staging / name, final / name)
         shutil.rmtree(staging)
@@ -107,10 +107,9 @@ def numbered_checkpoints(output_dir: Path) -> list[Path]:
     return sorted(checkpoints, key=checkpoint_step)
 
 
-def set_aside_later(output_dir: Path, resumed_from: Path) -> None:
-    """Move the checkpoints of a run with later steps than `resumed_from`, the one that it continues from, into its
-    folder `ABANDONED`: a later resume would take the last of them."""
-    step = read_state(resumed_from).global_step
+def set_aside_later(output_dir: Path, step: int) -> None:
+    """Move the checkpoints of a run with later steps than `step`, which it continues from, into its folder `ABANDONED`:
+    a later resume would take the last of them."""
     later = [path for path in numbered_checkpoints(output_dir) if checkpoint_step(path) > step]
     if not later:
         return
@@ -124,7 +123,7 @@ def set_aside_later(output_dir: Path, resumed_from: Path) -> None:
             target = abandoned / f"{path.name}-{copies}"
         path.rename(target)
     names = ", ".join(path.name for path in later)
-    logger.info("The run continues from %s: %s of the run before are now in %s.", resumed_from.name, names, abandoned)
+    logger.info("The run continues from step %d: %s of the run before are now in %s.", step, names, abandoned)
 
 
 def rotate(saved: Path, limit: int | None, best: str | None) -> None:

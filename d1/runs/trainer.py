@@ -69,7 +69,7 @@ class RunTrainer(TrainerHooks):
         super().__init__(*args, **kwargs)
         skip_input_casts(self.model)
         self.add_callback(LoadExtra(self))
-        self.has_saved = False  # a checkpoint, since the run started or resumed
+        self.resumed_step: int | None = None  # until the first checkpoint after a resume, the step it continues from
 
     def require_one_gpu(self) -> None:
         """Refuse (ValueError) a process that would split its batches over several GPUs."""
@@ -103,13 +103,10 @@ class RunTrainer(TrainerHooks):
 
     @contextlib.contextmanager
     def saving_checkpoint(self) -> Iterator[None]:
-        resumed_from = None
-        if not self.has_saved:
-            resumed_from = self.resumed_from
-        with staged_checkpoint(self, resumed_from) as folder:
+        with staged_checkpoint(self, self.resumed_step) as folder:
             yield
             self.save_extra(folder)
-        self.has_saved = True
+        self.resumed_step = None
 
     def check_best(self, checkpoint: Path) -> None:
         require_best(checkpoint)
@@ -215,8 +212,9 @@ class LoadExtra(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         folder = self.trainer.resumed_from
-        self.trainer.has_saved = False
+        self.trainer.resumed_step = None
         if folder:
+            self.trainer.resumed_step = state.global_step  # known even if the checkpoint is deleted meanwhile
             state.compute_steps(args, state.max_steps)
             if args.load_best_model_at_end and state.best_global_step and state.best_model_checkpoint is None:
                 require_best(Path(str(args.output_dir)) / f"checkpoint-{state.best_global_step}")

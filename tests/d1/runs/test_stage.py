@@ -18,6 +18,7 @@ from d1.rl.train import make_parser as rl_parser
 from d1.runs import stage
 from d1.runs.checkpoints import SUMS
 from d1.runs.record import hash_file, hash_model
+from d1.runs.trainer import RunTrainer
 from d1.sft.train import main as sft_main
 from d1.sft.train import make_parser as sft_parser
 from tests.faults import clock_steps_back, edit_json, flip_bit, full_disk
@@ -218,7 +219,23 @@ def test_the_branch_that_a_resume_leaves_is_set_aside(run: Run, folder: Path, ca
     caplog.set_level("INFO")
     run(folder, "--resume", str(folder / "checkpoint-3"), *linear, every, "2", "--learning_rate", "1e-4", max_steps=4)
     assert hash_model(str(folder / "abandoned" / "checkpoint-4")) == old != hash_model(str(folder / "checkpoint-4"))
-    assert "from checkpoint-3: checkpoint-4 of the run before are now in" in caplog.text
+    assert "from step 3: checkpoint-4 of the run before are now in" in caplog.text
+
+
+def test_the_checkpoint_that_a_run_continues_from_may_be_deleted_meanwhile(
+    run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = RunTrainer.log
+
+    def delete_and_log(self: RunTrainer, *args: Any, **options: Any) -> None:
+        shutil.rmtree(folder / "checkpoint-1", ignore_errors=True)
+        original(self, *args, **options)
+
+    monkeypatch.setattr(RunTrainer, "log", delete_and_log)
+    last = ["--keep_last"] if run.stage == "sft" else []
+    run(folder, "--resume", str(folder / "checkpoint-1"), "--lr_scheduler_type", "linear", *last, max_steps=3)
+    assert {path.name for path in folder.glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-3"}
+    assert [path.name for path in (folder / "abandoned").iterdir()] == ["checkpoint-2"]
 
 
 def test_a_run_never_writes_over_the_model_that_it_starts_from(
