@@ -296,6 +296,9 @@ class Server:
                 values["editing"] = None
             if defaults.edit_threshold is None and "edit_threshold" not in requested:
                 values["max_post_steps"] = None
+        if "editing" in requested:  # it has levels of its own
+            values["reveal_level"] = None
+            values["edit_threshold"] = None
         values |= requested
 
         # Steps keep their share of the canvas.

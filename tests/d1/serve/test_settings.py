@@ -41,6 +41,12 @@ def settings_of(server: Server, defaults: dict[str, Any], request: dict[str, Any
         (EDITING, {"sampler": "parallel"}, {"edits": None, "level": 0.9}),
         (EDITING | {"max_post_steps": 3}, {"reveal": "factor"}, {"edits": None, "post_steps": 0}),
         (EDITING, {"reveal": "threshold"}, {"edits": 0.5}),
+        (
+            {"sampler": "parallel", "reveal_level": 0.8, "edit_threshold": 0.9, "max_post_steps": 3},
+            {"editing": "speed"},
+            {"level": 0.5, "edits": 0.0, "post_steps": 3},
+        ),
+        ({"sampler": "parallel", "reveal_level": 0.8}, {"editing": "speed", "reveal_level": 0.6}, {"level": 0.6}),
         ({"sampler": "parallel", "reveal_level": 0.8}, {"reveal": "entropy"}, {"level": 0.1}),
         ({"sampler": "parallel", "reveal_level": 0.8}, {"reveal": "threshold"}, {"level": 0.8}),
         ({"sampler": "parallel", "reveal_level": 0.8}, {"temperature": 0.5}, {"level": 0.8}),
