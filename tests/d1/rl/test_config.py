@@ -9,11 +9,14 @@ from datasets import Dataset
 from trl import ModelConfig
 
 from d1.models import load_model, load_tokenizer
+from d1.models.kinds import native_config
 from d1.rl.bridge import rollout_buffer
+from d1.rl.checks import check_config
 from d1.rl.config import DiffuGRPOConfig, inactive_settings, max_views, passes, plan
 from d1.rl.methods import METHODS
 from d1.rl.stage import stage
 from d1.rl.trainer import DiffuGRPOTrainer
+from d1.sampling.settings import check_sampler
 from tests.tiny_grpo import is_even
 
 ROWS = 4
@@ -66,6 +69,19 @@ def test_the_documents_table_is_the_plan_of_every_method(tmp_path):
         counts = [f"{passes(args, views)[what]:,}" if what in passes(args, views) else "" for what in whats]
         found[name] = [name, str(args.num_iterations), str(views), *counts]
     assert {row[0]: row for row in rows if row[0] in METHODS} == found
+
+
+@pytest.mark.parametrize(("method", "sampler"), [("dmpo", "exact"), ("rldf", "parallel")])
+def test_methods_with_a_cache_train_models_with_blocks_as_the_documents_say(tiny_block_dir, tmp_path, method, sampler):
+    """The method's own cache has to be left out, too."""
+    page = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
+    assert "`dmpo` needs `--sampler exact` and `rldf` `--sampler parallel`, both with `--kv_cache none`" in page
+    config, _ = native_config(str(tiny_block_dir))
+    canvas = {"max_completion_length": 8, "diffusion_steps": 8, "block_length": 4}
+    chosen = {"sampler": sampler, "kv_cache": "none"}
+    args = DiffuGRPOConfig(output_dir=str(tmp_path), method=method, **canvas, **chosen)
+    assert check_config(config, 4, args) == 4
+    check_sampler(args.sampling_settings(config), config)
 
 
 CLIP = ("epsilon", "epsilon_high", "delta")
