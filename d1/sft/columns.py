@@ -74,6 +74,8 @@ class Template(string.Formatter):
             value, key = super().get_field(field_name, args, kwargs)
         if value is None:
             raise ValueError(f"{field_name} is null, which --template cannot fill in")
+        if callable(value):  # such as `values` of an object
+            raise ValueError(f"{field_name} is a method of Python: a field has brackets, as in {{meta[title]}}")
         return value, key
 
     def get_value(self, key: int | str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

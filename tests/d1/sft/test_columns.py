@@ -84,12 +84,19 @@ def test_what_a_template_cannot_fill_in_is_named(template: str, problem: str) ->
         prepare(rows, template=("{q}", template))
 
 
-@pytest.mark.parametrize(("cell", "field"), [('{"b": null}', "a[b]"), ("[null]", "a[0]")])
-def test_a_null_within_a_cell_is_no_text(cell: str, field: str, tmp_path: Path) -> None:
-    """It was trained on as the word None."""
+@pytest.mark.parametrize(
+    ("cell", "field", "problem"),
+    [
+        ('{"b": null}', "a[b]", "is null, which --template cannot fill in"),
+        ("[null]", "a[0]", "is null, which --template cannot fill in"),
+        ('{"values": "7"}', "a.values", r"is a method of Python: a field has brackets, as in {meta\[title\]}"),
+    ],
+)
+def test_a_null_and_a_method_within_a_cell_are_no_text(cell: str, field: str, problem: str, tmp_path: Path) -> None:
+    """They were trained on as Python writes them."""
     file = tmp_path / "rows.jsonl"
     file.write_text(f'{{"q": "q", "a": {cell}}}\n')
-    with pytest.raises(ValueError, match=f"line 1: {re.escape(field)} is null, which --template cannot fill in"):
+    with pytest.raises(ValueError, match=f"line 1: {re.escape(field)} {problem}"):
         prepare(load_rows(str(file)), template=("{q}", f"{{{field}}}"))
 
 
