@@ -21,7 +21,7 @@ from d1.masking import keyed_generator
 from d1.models.attention import left_pad
 from d1.models.kinds import block_size
 from d1.models.messages import CONVERSATION_COLUMNS, as_messages, conversation_of
-from d1.models.tokenizer import encode_question
+from d1.models.tokenizer import encode_question, end_ids
 from d1.runs.data import describe_row_error, load_rows, usable_rows
 from d1.runs.record import hash_rows, hash_values
 from d1.sampling import SamplingSettings, eos_cut, rollout
@@ -132,8 +132,8 @@ class TraceSampler:
         """(rows,) bool: whether the judge calls each completion right; True without a judge."""
         if self.judge is None:
             return torch.ones(len(canvas_ids)).bool()
-        before_eos = eos_cut(canvas_ids, [self.tokenizer.eos_token_id], including=False)
-        completions = [row[row_mask] for row, row_mask in zip(canvas_ids, before_eos, strict=True)]
+        before_end = eos_cut(canvas_ids, end_ids(self.tokenizer), including=False)  # as an evaluation reads them
+        completions = [row[row_mask] for row, row_mask in zip(canvas_ids, before_end, strict=True)]
         texts = self.tokenizer.batch_decode(completions, skip_special_tokens=True)
         return torch.tensor([self.judge(text, number) for text, number in zip(texts, numbers, strict=True)])
 

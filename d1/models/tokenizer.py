@@ -612,7 +612,13 @@ def shared_length(text: str, other: str) -> int:
 
 def span_of_turn(messages: list[Message], tokenizer: Any, options: Options, whole: str) -> tuple[int, int, bool]:
     """Where the last of these messages begins and ends in the text of the `whole` conversation, and whether it begins
-    where the generation prompt ends. ValueError if the template writes it otherwise there."""
+    where the generation prompt ends. ValueError if the template writes it otherwise there, or if nothing comes before
+    the turn."""
+    if len(messages) == 1:
+        raise ValueError(
+            "the conversation begins with a turn of the assistant, and the chat template does not mark where it begins "
+            "by {% generation %}: add these marks, give this turn the weight 0, or train on the last turn alone"
+        )
     prompt, answer, as_asked = split_last(messages, tokenizer, options)
     if not whole.startswith(prompt + answer):
         raise ValueError(

@@ -26,7 +26,7 @@ PROMPTS = ("prompt", "question", "instruction", "input", "messages", "conversati
 SYSTEM_ROLES = ("system", "developer")
 UNSUPPORTED = ("history",)
 TRANSCRIPT = re.compile(r"\s*(Human|Assistant): ?")  # how HH-RLHF writes the turns of a conversation into one text
-TRANSCRIPT_TURN = re.compile(r"\n\n(Human|Assistant): ?")
+TRANSCRIPT_TURN = re.compile(r"(?:\r?\n){2}(Human|Assistant): ?")
 TRANSCRIPT_ROLES = {"Human": "user", "Assistant": "assistant"}
 EMPTY: tuple[Any, ...] = (None, "", [])
 

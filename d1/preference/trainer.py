@@ -193,7 +193,12 @@ class PreferenceTrainer(SummingTrainer, Trainer):
             self.add(f"logps/{side}", bounds * on_side)
 
     def means(self, sums: dict[str, float]) -> dict[str, float]:
-        names = [f"{kind}/{side}" for side in ("chosen", "rejected") for kind in ("rewards", "logps")]
-        logs = {name: sums[name] / max(sums[f"n/{name.split('/')[1]}"], 1) for name in names}
-        logs["rewards/margins"] = logs["rewards/chosen"] - logs["rewards/rejected"]
+        logs = {}
+        for side in ("chosen", "rejected"):
+            completions = sums[f"n/{side}"]
+            if completions:  # a log of a few completions with labels may have one side alone
+                logs[f"rewards/{side}"] = sums[f"rewards/{side}"] / completions
+                logs[f"logps/{side}"] = sums[f"logps/{side}"] / completions
+        if "rewards/chosen" in logs and "rewards/rejected" in logs:
+            logs["rewards/margins"] = logs["rewards/chosen"] - logs["rewards/rejected"]
         return logs | {"rewards/accuracies": sums["right"] / max(sums["items"], 1)}

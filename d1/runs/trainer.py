@@ -22,12 +22,25 @@ from d1.runs.data import GlobalBatchSampler
 from d1.transformers_bridge import TrainerHooks
 
 CONFIGS = {"GRPOConfig": "d1.rl.DiffuGRPOConfig"}  # of TRL -> what a trainer here takes instead
+UNREAD_ARGUMENTS = {  # settings of `TrainingArguments` that no trainer here reads, and why
+    "label_smoothing_factor": "the loss is that of its paper, without smoothing",
+    "data_seed": "seed also orders the rows",
+    "train_sampling_strategy": "rows come in random order, in global batches",
+    "length_column_name": "rows are not sorted by length",
+}
 
 
 def check_arguments(args: Any) -> None:
     """Refuse (ValueError) a config of TRL or of this library's commands as the `args` of a trainer: most of its
-    settings would not be read."""
-    if args is None or type(args).__module__.partition(".")[0] not in ("trl", "d1"):
+    settings would not be read; and `UNREAD_ARGUMENTS` in those of Transformers."""
+    if args is None:
+        return
+    if type(args).__module__.partition(".")[0] not in ("trl", "d1"):
+        for name, reason in UNREAD_ARGUMENTS.items():
+            default = getattr(TrainingArguments, name)
+            value = getattr(args, name, default)
+            if value != default:
+                raise ValueError(f"{name}={value!r} would do nothing: {reason}; leave it out of the TrainingArguments")
         return
     if isinstance(args, TrainingArguments) and type(args).__module__.startswith("d1."):
         return

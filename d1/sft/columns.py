@@ -36,7 +36,10 @@ def alpaca_messages(row: Row) -> list[Message]:
     """The turns of `history`, a list of [instruction, output], and then those of the row: `instruction`, with `input`
     on the next line if there is one, and `output`."""
     messages: list[Message] = []
-    for turn in row.get("history") or []:
+    history = row.get("history") or []
+    if not isinstance(history, list):
+        raise ValueError(f"history must be a list of [instruction, output], got {history!r:.80}")
+    for turn in history:
         if not isinstance(turn, list) or len(turn) != 2:
             raise ValueError(f"history must be a list of [instruction, output], got {turn!r:.80}")
         instruction, output = turn
@@ -66,8 +69,14 @@ class Template(string.Formatter):
 
     def get_field(self, field_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if field_name in kwargs:  # a name with dots or brackets, too
-            return self.get_value(field_name, args, kwargs), field_name
-        return super().get_field(field_name, args, kwargs)
+            value, key = self.get_value(field_name, args, kwargs), field_name
+        else:
+            value, key = super().get_field(field_name, args, kwargs)
+        if value is None:
+            raise ValueError(f"{field_name} is null, which --template cannot fill in")
+        if callable(value):  # such as `values` of an object
+            raise ValueError(f"{field_name} is a method of Python: a field has brackets, as in {{meta[title]}}")
+        return value, key
 
     def get_value(self, key: int | str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if isinstance(key, int):

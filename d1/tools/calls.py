@@ -228,9 +228,11 @@ def instructions(functions: Functions, form: CallFormat) -> str:
 
 
 def renders_tools(tokenizer: Any, messages: Sequence[Message], functions: Functions) -> bool:
-    """Whether the chat template writes the tools that are passed to it into the prompt."""
-    with_tools = tokenizer.apply_chat_template(list(messages), tools=[*functions.values()], tokenize=False)
+    """Whether the chat template writes the tools that are passed to it into the prompt. ValueError, with the template's
+    reason, if it refuses the messages."""
+    from d1.models.tokenizer import render_prompt  # imports torch
+
+    with_tools = render_prompt(tokenizer, messages, add_generation_prompt=False, tools=[*functions.values()])
     if not all(name in with_tools for name in functions):
         return False
-    without_tools = tokenizer.apply_chat_template(list(messages), tokenize=False)
-    return with_tools != without_tools
+    return with_tools != render_prompt(tokenizer, messages, add_generation_prompt=False)

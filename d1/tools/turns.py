@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from d1.files import valid_unicode
-from d1.models.tokenizer import encode_text, first_end, render_prompt
+from d1.models.tokenizer import encode_text, first_end, render_prompt, with_texts
 from d1.runs.turns import TurnSettings
 from d1.sampling.passes import KVCacheRows
 from d1.sandbox import WORKERS
@@ -250,9 +250,9 @@ class Toolbox:
         self, prompt: Sequence[Message], functions: Functions
     ) -> tuple[list[Message], dict[str, Any]]:
         """A prompt that tells the model about its tools, and the options for the template that does it instead."""
-        messages = list(prompt)
         if not functions:
-            return messages, {}
+            return list(prompt), {}
+        messages = with_texts(prompt)
         names = tuple(functions)
         if names not in self.rendered:
             self.rendered[names] = renders_tools(self.tokenizer, messages, functions)

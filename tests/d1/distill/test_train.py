@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from d1.distill import METHODS
-from d1.distill.traces import read_traces
+from d1.distill.traces import Prompts, TraceSampler, read_traces
 from d1.distill.train import main, make_parser
-from d1.models import load_model
+from d1.models import load_model, load_tokenizer
 from d1.models.head import NotFiniteError
+from d1.sampling import SamplingSettings
 from tests import forks
 from tests.faults import edit_json, with_nan, write_at_the_same_time
 
@@ -137,6 +138,23 @@ def test_traces_are_sampled_once(flags: list[str], tiny_block_dir: Path, tmp_pat
     files[0].write_bytes(before[0][:99])
     with pytest.raises(ValueError, match=rf"^{files[0]}: these traces are damaged: delete the file, and the same comm"):
         read_traces(again, 2)
+
+
+def test_a_trace_is_judged_up_to_its_first_end_as_an_evaluation_reads_it(tiny_model_dir: Path) -> None:
+    """The end of a turn may come before the EOS, and what follows it is no part of the answer."""
+    tokenizer: Any = load_tokenizer(tiny_model_dir)
+    tokenizer.eot_token = "<user>"
+    texts: list[str] = []
+
+    def judge(text: str, number: int) -> bool:
+        texts.append(text)
+        return True
+
+    settings = SamplingSettings(gen_length=4, block_length=4, steps=4)
+    sampler = TraceSampler(Prompts([[5]], judge, ""), settings, tokenizer, judge)
+    canvas_ids = tokenizer("4<user>9<eos>", add_special_tokens=False, return_tensors="pt")["input_ids"]
+    assert sampler.are_right(canvas_ids, [0]).tolist() == [True]
+    assert texts == ["4"]
 
 
 def test_traces_of_other_contents_are_sampled_again(flags: list[str], tiny_model_dir: Path, tmp_path: Path) -> None:

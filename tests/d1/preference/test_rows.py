@@ -186,6 +186,13 @@ def test_the_transcripts_of_hh_rlhf_are_conversations(tokenizer):
     assert [pair["prompt_ids"], pair["completions"][0]] == template_ids(tokenizer, [*HISTORY[1:], USER], RIGHT)
 
 
+def test_the_transcripts_of_a_file_from_windows_are_conversations():
+    turns = f"\r\n\r\nHuman: hi\r\n\r\nAssistant: hello\r\n\r\nHuman: {ASKED}\r\n\r\nAssistant:"
+    expected = {"chosen": [*HISTORY[1:], USER, RIGHT], "rejected": [*HISTORY[1:], USER, WRONG]}
+    assert turns_of({"chosen": f"{turns} {GOOD}", "rejected": f"{turns} {BAD}"}) == expected
+    assert turns_of({"prompt": turns, "chosen": GOOD, "rejected": BAD}) == expected
+
+
 def test_alpacas_columns_are_the_instruction_and_its_input():
     row = TEXTS | {"instruction": "add", "input": "1+1"}
     assert turns_of(row)["chosen"] == [message("user", "add\n1+1"), RIGHT]

@@ -39,6 +39,12 @@ def logged(folder, name):
     return [line[name] for line in lines if name in line]
 
 
+def first_rewards(folder):
+    """The rewards of the first log, of the sides that it has."""
+    line = json.loads((folder / "job/metrics.jsonl").read_text().splitlines()[0])
+    return [line[name] for name in ("rewards/chosen", "rewards/rejected") if name in line]
+
+
 def weights(folder):
     return load_model(str(folder)).state_dict()
 
@@ -70,9 +76,9 @@ def test_a_run_starts_neutral_learns_and_leaves_its_reference(method, flags, tin
         folder = tmp_path / f"full{len(full)}"
         trainer = run([*flags, *how, *full, "--learning_rate", "1e-2" if not full else "1e-3"], folder)
         losses, margins = logged(folder, "loss"), logged(folder, "rewards/margins")
-        assert (losses[0], margins[0]) == pytest.approx(
-            (0.5 if method == "elbo-kto" else 0.6931472, 0), abs=rounding(LOGITS)
-        )
+        assert losses[0] == pytest.approx(0.5 if method == "elbo-kto" else 0.6931472, abs=rounding(LOGITS))
+        assert first_rewards(folder)
+        assert first_rewards(folder) == pytest.approx([0.0] * len(first_rewards(folder)), abs=rounding(LOGITS))
         assert losses[-1] < 0.9 * losses[0]
         assert margins[-1] > 0.01
         assert logged(folder, "rewards/accuracies")[-1] > 0.6
@@ -127,7 +133,8 @@ def test_deepspeed_in_bf16_compares_with_the_reference_as_it_was_scored(flags, t
         folder = tmp_path / method
         forks.finish(start(words, folder, 2, **bf16), folder / "log")
         assert_two_processes(folder, "DEEPSPEED")
-        assert (logged(folder, "loss"), logged(folder, "rewards/margins")) == ([pytest.approx(loss, abs=1e-6)], [0.0])
+        assert logged(folder, "loss") == [pytest.approx(loss, abs=1e-6)]
+        assert {*first_rewards(folder)} == {0.0}
 
 
 def test_a_killed_run_repeats_an_unbroken_one(flags, tmp_path):
@@ -145,6 +152,19 @@ def test_a_killed_run_repeats_an_unbroken_one(flags, tmp_path):
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     with pytest.raises(ValueError, match=r"a run with beta 0.1 instead of 0.3"):
         run([*training, "--resume", "--beta", "0.3"], killed)
+
+
+def test_a_log_without_completions_of_a_label_has_no_numbers_of_it(flags, tmp_path):
+    """It had rewards and bounds of 0, and a margin to a reward of 0."""
+    one_by_one = ["--method", "elbo-kto", "--batch_size", "1", "--grad_accum_steps", "1", "--max_steps", "6"]
+    run([*flags, *one_by_one], tmp_path)
+    lines = [json.loads(line) for line in (tmp_path / "job/metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "rewards/accuracies" in line]
+    sides = [[side for side in ("chosen", "rejected") if f"rewards/{side}" in line] for line in steps]
+    assert sorted({side for (side,) in sides}) == ["chosen", "rejected"]
+    for line, (side,) in zip(steps, sides, strict=True):
+        assert line[f"logps/{side}"] < -1
+        assert not {"rewards/margins", "logps/chosen", "logps/rejected"} & line.keys() - {f"logps/{side}"}
 
 
 def test_blocks_and_merging(flags, tiny_block_dir, tmp_path):

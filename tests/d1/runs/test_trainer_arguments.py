@@ -139,6 +139,15 @@ def test_sft_of_a_new_adapter(tiny_model_dir, rows, tmp_path):
         ),
         ({"eval_dataset": {"hard": CHATS}}, "eval_dataset is list, not dLLMSFTDataset"),
         ({"data_collator": DataCollatorForLanguageModeling}, "data_collator is type: leave it out, or use"),
+        *(
+            ({"args": TrainingArguments("out", use_cpu=True, **{name: value})}, f"{name}={value!r} would do nothing: ")
+            for name, value in {
+                "label_smoothing_factor": 0.1,
+                "data_seed": 3,
+                "train_sampling_strategy": "group_by_length",
+                "length_column_name": "size",
+            }.items()
+        ),
     ],
 )
 def test_arguments_that_sft_cannot_use_are_refused(tiny_model_dir, rows, change, problem):

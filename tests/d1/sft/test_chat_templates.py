@@ -129,3 +129,18 @@ def test_all_turns_are_what_trl_trains_on(name):
     others = [token for token, own, their in [*masks][:count] if own != bool(their)]
     assert not tokenizer.decode(others).strip()
     assert any(text.trained[:count])
+
+
+@pytest.mark.parametrize("name", ["llama3", "llama3_1"])
+def test_a_conversation_may_begin_with_the_assistant(name):
+    """As many of ShareGPT's do. Where the template marks no turns, only later ones can be found."""
+    tokenizer = tokenizer_of(name)
+    messages = [said("Hello17."), USER, said("Me15.")]
+    if variant(name) is None:
+        with pytest.raises(ValueError, match=r"begins with a turn of the assistant, .* give this turn the weight 0"):
+            encode_turns(messages, tokenizer, "the answer", all_turns=True)
+        messages[0]["weight"] = 0
+    text = encode_turns(messages, tokenizer, "the answer", all_turns=True)
+    trained = "".join(trained_texts(tokenizer, text.ids, text.trained))
+    assert ("Hello17." in trained) == (variant(name) is not None)
+    assert "Me15." in trained

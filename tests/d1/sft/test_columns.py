@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,22 @@ def test_what_a_template_cannot_fill_in_is_named(template: str, problem: str) ->
         prepare(rows, template=("{q}", template))
 
 
+@pytest.mark.parametrize(
+    ("cell", "field", "problem"),
+    [
+        ('{"b": null}', "a[b]", "is null, which --template cannot fill in"),
+        ("[null]", "a[0]", "is null, which --template cannot fill in"),
+        ('{"values": "7"}', "a.values", r"is a method of Python: a field has brackets, as in {meta\[title\]}"),
+    ],
+)
+def test_a_null_and_a_method_within_a_cell_are_no_text(cell: str, field: str, problem: str, tmp_path: Path) -> None:
+    """They were trained on as Python writes them."""
+    file = tmp_path / "rows.jsonl"
+    file.write_text(f'{{"q": "q", "a": {cell}}}\n')
+    with pytest.raises(ValueError, match=f"line 1: {re.escape(field)} {problem}"):
+        prepare(load_rows(str(file)), template=("{q}", f"{{{field}}}"))
+
+
 # --- Alpaca and ShareGPT ----------------------------------------------------------------------------------------------
 
 
@@ -132,6 +149,7 @@ def test_a_function_may_return_such_columns() -> None:
         ({"instruction": "a", "output": ""}, "output is empty"),
         ({"instruction": "a", "input": 3, "output": "b"}, "input is int, not text"),
         ({"instruction": "a", "output": "b", "history": ["x"]}, r"history must be a list of \[instruction, output\]"),
+        ({"instruction": "a", "output": "b", "history": 3}, r"history must be a list of .*, got 3"),
         ({"instruction": "a", "output": "b", "system": 3}, "system is int, not text"),
         (
             {"system": "s", "conversations": [{"from": "system", "value": "t"}, {"from": "gpt", "value": "b"}]},

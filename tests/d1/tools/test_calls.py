@@ -8,6 +8,7 @@ from d1.models import load_tokenizer
 from d1.runs.turns import TurnSettings
 from d1.tools.calls import FORMATS, format_of, instructions, parse_argument
 from d1.tools.turns import Toolbox
+from tests.d1.sft.templates import byte_tokenizer
 
 CHATML = (
     "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}CALL<|im_end|>\n"
@@ -124,3 +125,18 @@ def test_the_template_chooses_the_format_and_tells_about_tools_or_the_prompt_doe
         prompt,
         {"tools": [multiply, search]},
     )
+
+
+def test_a_message_of_parts_is_its_text_after_what_tells_about_tools(tiny_model_dir):
+    toolbox = Toolbox(load_tokenizer(tiny_model_dir), [2], TurnSettings())
+    parts = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
+    text = [{"role": "user", "content": "hi"}]
+    assert toolbox.add_tool_instructions(parts, BOTH) == toolbox.add_tool_instructions(text, BOTH)
+    assert isinstance(parts[0]["content"], list)
+
+
+def test_a_template_that_refuses_the_messages_says_so_with_tools_too():
+    toolbox = Toolbox(byte_tokenizer("gemma"), [1], TurnSettings(), "plain")
+    prompt = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
+    with pytest.raises(ValueError, match="cannot read the text 'hi': System role not supported"):
+        toolbox.add_tool_instructions(prompt, BOTH)
