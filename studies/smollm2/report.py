@@ -67,8 +67,14 @@ def lines_of_arm(lines: Lines) -> Lines:
 
 
 def names_of_rl(lines: Lines) -> list[str]:
-    """The jobs of RL after SFT, by seed. Seed 0 is the run of the search with the rate that was chosen."""
-    searched = all(f"rate-{rate:g}" in lines for rate in RATES)
+    """The jobs of RL after SFT, by seed. Seed 0 is the run of the search with the rate that was chosen.
+
+    A rate whose run failed (it diverged, say) has no line. The search is also done if a later run took the best of the
+    others.
+    """
+    done = [f"rate-{rate:g}" for rate in RATES if f"rate-{rate:g}" in lines]
+    has_later_runs = any("rate" in line for name, line in lines.items() if not name.startswith("rate-"))
+    searched = len(done) == len(RATES) or (done and has_later_runs)
     first = f"rate-{best_rate(lines):g}" if searched else "the search is not done"
     return [first, *(f"rl-{seed}" for seed in SEEDS[1:])]
 

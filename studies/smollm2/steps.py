@@ -576,6 +576,8 @@ def train_ar_grpo(study: Study, seed: int) -> dict[str, Any]:
         "epsilon": 0.5,
         "loss_type": "bnpo",
         "scale_rewards": "none",
+        "use_bias_correction_kl": False,
+        "disable_dropout": True,
         "lr_scheduler_type": "constant_with_warmup",
         "warmup_steps": 1,
         "weight_decay": 0.1,
