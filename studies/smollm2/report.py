@@ -15,7 +15,7 @@ from pocket.uncertainty import mean_of
 from studies.json_lines import read_lines
 from studies.reports import Interval, holm, percent, points
 from studies.smollm2.run import DATA, jobs
-from studies.smollm2.steps import ARMS, RATES, SEEDS, Lines, best_arm, best_rate
+from studies.smollm2.steps import ARMS, RATES, SEEDS, Lines, best_arm, best_rate, rate_of_later_runs
 
 TWIN = "ar"
 
@@ -72,9 +72,7 @@ def names_of_rl(lines: Lines) -> list[str]:
     A rate whose run failed (it diverged, say) has no line. The search is also done if a later run took the best of the
     others.
     """
-    done = [f"rate-{rate:g}" for rate in RATES if f"rate-{rate:g}" in lines]
-    has_later_runs = any("rate" in line for name, line in lines.items() if not name.startswith("rate-"))
-    searched = len(done) == len(RATES) or (done and has_later_runs)
+    searched = all(f"rate-{rate:g}" in lines for rate in RATES) or rate_of_later_runs(lines) is not None
     first = f"rate-{best_rate(lines):g}" if searched else "the search is not done"
     return [first, *(f"rl-{seed}" for seed in SEEDS[1:])]
 

@@ -192,6 +192,15 @@ def test_grpo_of_the_autoregressive_model_has_the_defaults_of_the_rl_of_d1(tmp_p
     assert {name: getattr(args, name) for name in different} == {name: ours[name] for name in different}
 
 
+def test_no_arm_is_chosen_before_one_was_trained(tmp_path):
+    """If all of them failed, such as without problems, a line would keep the choice for all later runs."""
+    study = steps.Study("", tmp_path, tmp_path / "runs.jsonl")
+    with pytest.raises(ValueError, match="none of shift, in_place, full was trained"):
+        steps.choose_arm(study)
+    append_line(study.data, line_of("sft-full-0", "0110"))
+    assert steps.choose_arm(study) == {"arm": "full", "solved": {"full": 2}}
+
+
 def test_right_answers_are_those_of_the_task_once_each(tmp_path):
     prompt = [{"role": "user", "content": "?"}]
     rows = [{"question": "a", "prompt": prompt}, {"question": "b", "prompt": prompt}]
@@ -316,6 +325,12 @@ def test_a_rate_that_diverged_does_not_hide_the_run_of_the_chosen_one():
     assert "| + SFT + RL | 0 |" in stages_table(lines)  # the third rate may still be tried
     lines["rl-1"] = line("1100", rate=1e-5)
     assert "| + SFT + RL | 2 | 62.5 [" in stages_table(lines)
+    # Tried again after the other seeds, it is too late to be chosen.
+    lines["rate-3e-05"] = line("1111", rate=3e-5)
+    assert steps.best_rate(lines) == 1e-5
+    assert "| + SFT + RL | 2 | 62.5 [" in stages_table(lines)
+    lines["rl-1"] |= {"arm": "full"}
+    assert steps.best_rate(lines) == 3e-5
 
 
 def test_contrasts_are_paired_by_seed_and_problem():
