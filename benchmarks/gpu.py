@@ -51,7 +51,7 @@ from d1.models.attention import count_positions, over_queries
 from d1.models.head import backbone_and_head, run_inside
 from d1.models.merged import MergedCopy
 from d1.ranges import POSITIVE
-from d1.runs.cli import run_script
+from d1.runs.cli import OneLineParser, run_script
 from d1.sampling import SamplingSettings, rollout
 from d1.sampling.graphs import COMPILED, COMPILED_MODELS, CompiledLayers, PassGraphs, compile_key, run_again
 from d1.sampling.predict import predict
@@ -456,7 +456,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS], help="in this order (default: all)")
     parser.add_argument("--tiny", action="store_true", help="small shapes, on any machine")
     parser.add_argument("--minutes", type=POSITIVE, default=7.5, help="no measurement starts later (default: 7.5)")

@@ -19,6 +19,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from d1.ranges import COUNT, SEED
+from d1.runs.cli import OneLineParser
 from pocket.phases import Phase, PhaseError, run_phases
 from pocket.recipes import RECIPES, ROOT
 from pocket.report import ARMS, FOUR_ARMS, demo_folder, write_report
@@ -39,13 +41,13 @@ GRPO = {
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", choices=[*RECIPES], default="sudoku")
     parser.add_argument("--model", choices=["full", "block"], default="full", help="attention; block: only for Sudoku")
-    parser.add_argument("--seed", type=int, default=0, help="seed of SFT and RL; the base model stays the same")
+    parser.add_argument("--seed", type=SEED, default=0, help="seed of SFT and RL; the base model stays the same")
     parser.add_argument("--output_dir", help="results go to its folder seedN; default: runs/demo, or runs/demo/TASK")
     jobs = "commands run at the same time (default: the three RL runs, on one core one command)"
-    parser.add_argument("--jobs", type=int, default=3 if (os.cpu_count() or 1) > 1 else 1, help=jobs)
+    parser.add_argument("--jobs", type=COUNT, default=3 if (os.cpu_count() or 1) > 1 else 1, help=jobs)
     parser.add_argument("--miniature", action="store_true", help="run every stage with a few steps and problems")
     return parser
 

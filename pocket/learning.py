@@ -25,6 +25,8 @@ from rich.console import Console
 from d1.eval.files import read_setups
 from d1.eval.scores import compare, score_setup
 from d1.eval.uncertainty import Z95
+from d1.ranges import COUNT
+from d1.runs.cli import OneLineParser
 from d1.show.tables import markdown_table
 from pocket import careful_arithmetic
 from pocket.phases import Phase, PhaseError, run_phases
@@ -125,9 +127,9 @@ def table() -> str:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--methods", nargs="+", choices=[*RUNS], default=[*RUNS], help="default: all")
-    parser.add_argument("--jobs", type=int, default=2, help="commands run at the same time")
+    parser.add_argument("--jobs", type=COUNT, default=2, help="commands run at the same time")
     parser.add_argument(
         "--table", action="store_true", help="print the table of the measured methods, and train nothing"
     )

@@ -29,7 +29,7 @@ from d1.models.head import backbone_and_head
 from d1.models.kinds import block_size
 from d1.models.packing import two_stream_states
 from d1.ranges import COUNT
-from d1.runs.cli import run_script
+from d1.runs.cli import OneLineParser, run_script
 from d1.sampling import eos_cut, generate
 from d1.sft.config import CausalLoss
 from d1.tasks import load_task
@@ -215,7 +215,7 @@ def widened(recipe: Recipe, hidden_size: int | None) -> Recipe:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", choices=[*RECIPES], default="sudoku")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--block_size", type=COUNT, help="make a block-causal model with blocks of this many tokens")

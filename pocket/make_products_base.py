@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 from d1.ranges import COUNT, SEED
-from d1.runs.cli import run_script
+from d1.runs.cli import OneLineParser, run_script
 from d1.sft import train as sft_train
 from d1.tasks import products
 from pocket.make_base import build_model
@@ -53,13 +53,16 @@ def make(folder: Path, steps: int, seed: int) -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="where the model is written")
     parser.add_argument("--steps", type=COUNT, default=300)
     parser.add_argument("--seed", type=SEED, default=0)
     return parser
 
 
+def main(args: argparse.Namespace) -> None:
+    make(args.folder, args.steps, args.seed)
+
+
 if __name__ == "__main__":
-    arguments = make_parser().parse_args()
-    run_script("pocket.make_products_base", lambda: make(arguments.folder, arguments.steps, arguments.seed))
+    run_script("pocket.make_products_base", lambda: main(make_parser().parse_args()))

@@ -22,6 +22,7 @@ from d1.masking import keyed_generator
 from d1.models import load_model, load_tokenizer
 from d1.models.tokenizer import encode_prompt, render_prompt
 from d1.ranges import COUNT, SEED
+from d1.runs.cli import OneLineParser, run_script
 from d1.sampling import rollout
 from d1.tasks import load_task
 
@@ -86,7 +87,7 @@ def make_pairs(
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model_path", required=True)
     parser.add_argument("--task", required=True)
     parser.add_argument("--gen_length", type=COUNT, required=True, help="tokens of the canvas")
@@ -104,4 +105,4 @@ def main(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    main(make_parser().parse_args())
+    run_script("pocket.pairs", lambda: main(make_parser().parse_args()))

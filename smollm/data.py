@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from d1.files import write_atomically
-from d1.runs.cli import run_script
+from d1.ranges import COUNT
+from d1.runs.cli import OneLineParser, run_script
 from d1.tasks import load_task, svamp, under_protocol
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -111,10 +112,10 @@ def sft_rows(problems: Problems, seed: int = 0) -> Iterator[dict[str, Any]]:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output_file", type=Path)
     parser.add_argument("--task", choices=NAMES, required=True)
-    parser.add_argument("--limit", type=int, help="write only this number of rows")
+    parser.add_argument("--limit", type=COUNT, help="write only this number of rows")
     return parser
 
 

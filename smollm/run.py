@@ -21,6 +21,8 @@ import torch
 from rich.console import Console
 
 from d1.models.precision import why_not_bf16
+from d1.ranges import COUNT, SEED
+from d1.runs.cli import OneLineParser
 from pocket.phases import Phase, PhaseError, run_phases
 from smollm.data import NAMES, PROTOCOL, ROOT, Problems, check_readable, first_readable, problems_of
 from smollm.report import ARMS, write_report
@@ -37,11 +39,11 @@ SHARES = {"cpu": 0.6, "cuda": 0.35}
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", choices=NAMES, help="default: the first one whose problems can be read")
-    parser.add_argument("--seed", type=int, default=0, help="seed of SFT and RL")
+    parser.add_argument("--seed", type=SEED, default=0, help="seed of SFT and RL")
     parser.add_argument("--output_dir", help="results go to its folder TASK; default: runs/smollm")
-    parser.add_argument("--limit", type=int, default=500, help="test problems per evaluation (default: 500)")
+    parser.add_argument("--limit", type=COUNT, default=500, help="test problems per evaluation (default: 500)")
     parser.add_argument("--tiny", action="store_true", help="a tiny random model, and a few steps and problems")
     return parser
 

@@ -79,6 +79,7 @@ def arms_of(source: str) -> dict[str, list[Line]]:
         for line in data("smollm2/data/runs.jsonl"):
             if part in line and line["job"].startswith("sft-"):
                 arm, seed = line["job"].removeprefix("sft-").rsplit("-", 1)
+                arm = line.get("arm", arm)  # of `sft-best-1`
                 found.setdefault(arm, []).append({"seed": int(seed), "right": line[part]["right"]})
         return found
     raise ValueError(f"no source {source}")

@@ -2,7 +2,8 @@
 
 The means are those of three seeds (pocket/RESULTS.md). The range is the 95% prediction interval of one further run:
 mean +- t s sqrt(1 + 1/3), with the standard deviation s of the three seeds (two degrees of freedom). For SFT, s is that
-of eight other seeds (pocket/sft_seeds.jsonl), which vary more.
+of the seeds 0 to 7 (pocket/sft_seeds.jsonl; seven degrees of freedom), on 1,024 other problems of Sudoku, as many word
+problems, and the test problems of Countdown. On Sudoku and Countdown, these eight vary more than the three.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from studies.training import accuracy
 SEEDS = 3
 # Task, lengths, and what the base solves of the test problems at each of them, in percent (greedy, so without seeds).
 BASES = {"sudoku": {32: 27.3, 40: 23.8}, "countdown": {24: 22.9, 32: 25.1}, "arithmetic": {32: 37.9, 40: 39.3}}
-OTHER_SEEDS = ROOT / "pocket" / "sft_seeds.jsonl"
+EIGHT_SEEDS = ROOT / "pocket" / "sft_seeds.jsonl"
 
 
 def differences(task: str, length: int, name: str) -> list[float]:
@@ -49,9 +50,9 @@ def expected(values: list[float], spread: float, freedom: int) -> tuple[float, f
 
 
 def table() -> str:
-    others: dict[str, list[float]] = {}
-    for line in read_lines(OTHER_SEEDS):
-        others.setdefault(line["task"], []).append(100 * accuracy(line["right"]))
+    of_eight: dict[str, list[float]] = {}
+    for line in read_lines(EIGHT_SEEDS):
+        of_eight.setdefault(line["task"], []).append(100 * accuracy(line["right"]))
     rows = []
     for task, bases in BASES.items():
         for length, base in bases.items():
@@ -59,7 +60,7 @@ def table() -> str:
             for arm, values in solved(task, length).items():
                 spread, freedom = stdev(values), len(values) - 1
                 if arm == "sft":
-                    spread, freedom = stdev(others[task]), len(others[task]) - 1
+                    spread, freedom = stdev(of_eight[task]), len(of_eight[task]) - 1
                 low, high = expected(values, spread, freedom)
                 cells.append(f"{fmean(values):.1f} ({low:.0f} to {high:.0f})")
             rows.append(cells)

@@ -3,6 +3,7 @@ and the part of a page that a script writes."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -32,7 +33,11 @@ def scores(lines: Iterable[Mapping[str, Any]]) -> np.ndarray:
 def holm(p_values: Sequence[float]) -> list[float]:
     """Holm's adjusted p-values (1979): the smallest times their number, the next times one less, and so on, each at
     least as large as the one before. The probability that any value below 0.05 is a false discovery is at most 5%.
-    SciPy's `false_discovery_control` controls the rate of false discoveries, which is a weaker claim."""
+    SciPy's `false_discovery_control` controls the rate of false discoveries, which is a weaker claim.
+
+    NaN counts as 1: `ttest_1samp` gives it where all differences are 0.
+    """
+    p_values = [1.0 if math.isnan(p) else p for p in p_values]
     adjusted, largest = [1.0] * len(p_values), 0.0
     for rank, index in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):
         largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))

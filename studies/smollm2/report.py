@@ -15,7 +15,7 @@ from pocket.uncertainty import mean_of
 from studies.json_lines import read_lines
 from studies.reports import Interval, holm, percent, points
 from studies.smollm2.run import DATA, jobs
-from studies.smollm2.steps import ARMS, RATES, SEEDS, Lines, best_arm, best_rate
+from studies.smollm2.steps import ARMS, RATES, SEEDS, Lines, best_arm, best_rate, rate_of_later_runs
 
 TWIN = "ar"
 
@@ -67,8 +67,12 @@ def lines_of_arm(lines: Lines) -> Lines:
 
 
 def names_of_rl(lines: Lines) -> list[str]:
-    """The jobs of RL after SFT, by seed. Seed 0 is the run of the search with the rate that was chosen."""
-    searched = all(f"rate-{rate:g}" in lines for rate in RATES)
+    """The jobs of RL after SFT, by seed. Seed 0 is the run of the search with the rate that was chosen.
+
+    A rate whose run failed (it diverged, say) has no line. The search is also done if a later run took the best of the
+    others.
+    """
+    searched = all(f"rate-{rate:g}" in lines for rate in RATES) or rate_of_later_runs(lines) is not None
     first = f"rate-{best_rate(lines):g}" if searched else "the search is not done"
     return [first, *(f"rl-{seed}" for seed in SEEDS[1:])]
 

@@ -25,6 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from d1.ranges import COUNT, POSITIVE
 from d1.runs.cli import OneLineParser, run_script
 from d1.runs.record import run_record
 from studies.json_lines import append_line
@@ -148,12 +149,40 @@ def jobs_to_do(study: Study) -> list[Job]:
     return [job for job in every if job.name in missing and job.name not in lost]
 
 
+def names_in_work(study: Study) -> set[str]:
+    """The names of the jobs that some worker does now: it holds their locks."""
+    found = set()
+    folder = study.path("locks")
+    for file in folder.iterdir() if folder.is_dir() else ():
+        with file.open() as claim:
+            try:
+                fcntl.flock(claim, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                found.add(file.name)
+    return found
+
+
+def jobs_in_time(study: Study, until: float | None) -> list[Job]:
+    """The jobs to do that can start before `until` and are expected to end by then. A job that needs one which cannot
+    start any more, and which nobody does now, cannot start either."""
+    in_work = names_in_work(study)  # read first: a job that ends after it is among those that are done
+    missing = jobs_to_do(study)
+    not_done = {job.name for job in missing}
+    found = []
+    reachable = in_work
+    for job in missing:  # those that it needs come before it
+        in_time = until is None or time.time() + 60 * job.minutes < until
+        if in_time and not_done.intersection((*job.reads, *job.after)) <= reachable:
+            found.append(job)
+            reachable.add(job.name)
+    return found
+
+
 def work(study: Study, until: float | None, only: str | None = None) -> None:
     """Does jobs that nobody else does, until none is left or startable in the time that is left; `only` names one."""
     while True:
-        missing = jobs_to_do(study)
-        not_done = {job.name for job in missing}
-        fits = [job for job in missing if until is None or time.time() + 60 * job.minutes < until]
+        fits = jobs_in_time(study, until)
+        not_done = {job.name for job in jobs_to_do(study)}
         if only is not None:
             fits = [job for job in fits if job.name == only]
         if not fits:
@@ -199,27 +228,29 @@ def machine() -> dict[str, Any]:
     if not torch.cuda.is_available():
         return {}
     peak = torch.cuda.max_memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
     return {"card": torch.cuda.get_device_name(), "peak_gb": round(peak / 1e9, 2)}
 
 
 def free_memory() -> None:
-    """What a job leaves. After an error that breaks the device for this process, it raises and so ends the worker."""
+    """What a job leaves; the next one has a peak of its own. After an error that breaks the device for this process, it
+    raises and so ends the worker."""
     import torch
 
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="the .gguf file, or a folder of a Llama")
     parser.add_argument("--output_dir", default="runs/smollm2", help="of the models (default: %(default)s)")
-    parser.add_argument("--data", type=Path, default=DATA, help="the file of lines (default: %(default)s)")
-    parser.add_argument("--minutes", type=float, help="start no job that is not expected to end in this time")
-    parser.add_argument("--workers", type=int, default=1, help="jobs at the same time")
+    data = "the file of lines (default: the study's data/runs.jsonl; with --tiny, OUTPUT_DIR/tiny.jsonl)"
+    parser.add_argument("--data", type=Path, help=data)
+    parser.add_argument("--minutes", type=POSITIVE, help="start no job that is not expected to end in this time")
+    parser.add_argument("--workers", type=COUNT, default=1, help="jobs at the same time")
     parser.add_argument(
         "--job", choices=[job.name for job in jobs(DIFFUSION[0])], help="do this one alone, after those it needs"
     )
@@ -230,7 +261,9 @@ def make_parser() -> argparse.ArgumentParser:
 def main(args: argparse.Namespace) -> None:
     folder = Path(args.output_dir).resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    data = folder / "tiny.jsonl" if args.tiny else args.data
+    data = args.data
+    if data is None:
+        data = folder / "tiny.jsonl" if args.tiny else DATA
     study = Study(args.model, folder, data, args.tiny)
     if args.job is not None:
         not_done = {job.name for job in jobs_to_do(study)}
@@ -248,9 +281,28 @@ def main(args: argparse.Namespace) -> None:
     until = None if args.minutes is None else time.time() + 60 * args.minutes
     if args.workers == 1 or args.job is not None:
         work(study, until, args.job)
-        return
+    else:
+        work_together(study, until, args.workers)
+    check_failures(study)
+    left = [job.name for job in jobs_to_do(study)]
+    logger.info("jobs that are left: %s", ", ".join(left) or "none")
+
+
+def check_failures(study: Study) -> None:
+    """Raises ValueError if jobs have failed, with the last line of each one's error."""
+    failed = []
+    for name in sorted(study.failed()):
+        lines = study.path(f"failed/{name}").read_text().split("\n")
+        failed.append(f"{name} ({next((line for line in reversed(lines) if line.strip()), 'no message')})")
+    if failed:
+        folder = study.path("failed")
+        raise ValueError(f"jobs have failed: {'; '.join(failed)}. To try one again, remove its file in {folder}")
+
+
+def work_together(study: Study, until: float | None, count: int) -> None:
+    """`work` in `count` processes; those that have not ended by `until` are stopped."""
     context = multiprocessing.get_context("spawn")
-    workers = [context.Process(target=work_alone, args=(study, until, number)) for number in range(args.workers)]
+    workers = [context.Process(target=work_alone, args=(study, until, number)) for number in range(count)]
     for worker in workers:
         worker.start()
     for worker in workers:

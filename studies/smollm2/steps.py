@@ -403,13 +403,33 @@ def best_arm(lines: Lines) -> str:
 
 
 def choose_arm(study: Study) -> dict[str, Any]:
-    """The diffusion arm that solves most validation problems, for all later jobs."""
+    """The diffusion arm that solves most validation problems, for all later jobs.
+
+    Raises:
+        ValueError: no arm was trained.
+    """
     lines = study.lines()
-    return {"arm": best_arm(lines), "solved": solved_by_arm(lines)}
+    solved_problems = solved_by_arm(lines)
+    if not solved_problems:
+        raise ValueError(f"none of {', '.join(DIFFUSION)} was trained, so none is the best: see why these jobs failed")
+    return {"arm": best_arm(lines), "solved": solved_problems}
+
+
+def rate_of_later_runs(lines: Lines) -> float | None:
+    """The rate of the best arm's runs of RL after the search; None before them."""
+    arm = best_arm(lines)
+    for name, line in lines.items():
+        if "rate" in line and not name.startswith("rate-") and line.get("arm", arm) == arm:
+            return float(line["rate"])
+    return None
 
 
 def best_rate(lines: Lines) -> float:
-    """The rate of RL that solves most validation problems with seed 0, of those that ended without an error."""
+    """The rate of RL that solves most validation problems with seed 0, of those that ended without an error. A run of
+    the search that is done later does not change it: all seeds have one rate."""
+    later = rate_of_later_runs(lines)
+    if later is not None:
+        return later
     tried = [rate for rate in RATES if f"rate-{rate:g}" in lines]
     return max(tried, key=lambda rate: solved(lines[f"rate-{rate:g}"]))
 
@@ -576,6 +596,8 @@ def train_ar_grpo(study: Study, seed: int) -> dict[str, Any]:
         "epsilon": 0.5,
         "loss_type": "bnpo",
         "scale_rewards": "none",
+        "use_bias_correction_kl": False,
+        "disable_dropout": True,
         "lr_scheduler_type": "constant_with_warmup",
         "warmup_steps": 1,
         "weight_decay": 0.1,

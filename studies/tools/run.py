@@ -22,7 +22,7 @@ from typing import Any
 from d1.eval.run import evaluate
 from d1.ranges import SEED
 from d1.rl import train as rl_train
-from d1.runs.cli import run_script
+from d1.runs.cli import OneLineParser, run_script
 from d1.sft import train as sft_train
 from dataset.make_problems import PRODUCTS, product_calls, product_problems, write_rows
 from pocket.make_base import build_model
@@ -116,7 +116,7 @@ def one(arm: str, attention: str, seed: int, folder: Path) -> dict[str, Any]:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", nargs="+", type=SEED, default=SEEDS)
     parser.add_argument("--attention", nargs="+", choices=BLOCKS, default=[*BLOCKS])
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=[*ARMS])

@@ -138,3 +138,15 @@ def test_the_controls_of_the_tools_study_solve_at_most_what_the_page_says():
                 share = 100 * line[name].count("1") / len(line[name])
                 by_arm.setdefault((line["attention"], line["arm"] + name), []).append(share)
     assert mark("docs/tools.md", "tools-controls") == pytest.approx(max(map(fmean, by_arm.values())), abs=0.051)
+
+
+def test_the_second_seed_of_the_best_arm_counts_for_that_arm(monkeypatch):
+    lines = [{"job": f"sft-{name}-0", "test": {"right": "0110"}} for name in ("ar", "shift", "full")]
+    lines.append({"job": "sft-best-1", "arm": "shift", "test": {"right": "1110"}})
+    monkeypatch.setattr(claims, "data", lambda path: lines)
+    found = claims.arms_of("smollm2/test")
+    assert {arm: [line["seed"] for line in own] for arm, own in found.items()} == {
+        "ar": [0],
+        "shift": [0, 1],
+        "full": [0],
+    }

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 
 import pytest
 from scipy.stats import ttest_1samp
 
+from studies import readme
+from studies.json_lines import read_lines
+from studies.training import accuracy
 from tests.studies import prose
 
 ROOT = Path(__file__).parents[2]
@@ -44,6 +47,17 @@ def test_the_intervals_of_the_results_are_students_over_the_seeds_of_the_pocket_
         for cell, values in zip(filter(None, cells), seeds[name], strict=True):
             low, high = ttest_1samp(values, 0).confidence_interval()
             assert prose.numbers(cell) == pytest.approx([fmean(values), low, high], abs=0.051)
+
+
+def test_eight_seeds_of_sft_vary_more_than_three_on_the_tasks_that_the_readme_names():
+    eight: dict[str, dict[int, float]] = {}
+    for line in read_lines(readme.EIGHT_SEEDS):
+        eight.setdefault(line["task"], {})[line["seed"]] = 100 * accuracy(line["right"])
+    for task, lengths in readme.BASES.items():
+        assert sorted(eight[task]) == [*range(8)]
+        for length in lengths:
+            of_three = stdev(readme.solved(task, length)["sft"])
+            assert (stdev(eight[task].values()) > of_three) == (task in ("sudoku", "countdown"))
 
 
 TABLE = """# Words at 5M

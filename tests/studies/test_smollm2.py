@@ -1,17 +1,23 @@
 """The study of a real language model: its problems, its order of jobs, and its table."""
 
+import fcntl
 import hashlib
 import json
 import os
 import time
+from dataclasses import fields
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
+import trl
 from gguf import GGMLQuantizationType
 from transformers import AutoModelForCausalLM
 
+from d1.rl import DiffuGRPOConfig
+from smollm import model as smollm_model
 from studies.json_lines import append_line, read_lines
 from studies.smollm2 import run, steps, svamp
 from studies.smollm2.report import contrasts_table, conversion_table, masks_table, stages_table
@@ -157,6 +163,44 @@ def test_another_machine_makes_again_what_later_jobs_read(tmp_path, monkeypatch)
     assert run.jobs_to_do(study) == []
 
 
+def test_grpo_of_the_autoregressive_model_has_the_defaults_of_the_rl_of_d1(tmp_path, monkeypatch):
+    """PROTOCOL.md says so."""
+
+    class Made(Exception):
+        pass
+
+    def trainer(args, **others):
+        raise Made(args)
+
+    monkeypatch.setattr(trl, "GRPOTrainer", trainer)
+    study = steps.Study("", tmp_path, tmp_path / "runs.jsonl", tiny=True)
+    smollm_model.tiny(tmp_path / "ar-0")
+    row = {"question": "?", "solution": "The answer is 1.", "ground_truth": 1.0}
+    study.path("rl.jsonl").write_text(json.dumps(row) + "\n")
+    for rate in steps.RATES:
+        append_line(study.data, line_of(f"rate-{rate:g}", "0110"))
+    with pytest.raises(Made) as made:
+        steps.train_ar_grpo(study, seed=0)
+    (args,) = made.value.args
+    ours, theirs = ({f.name: f.default for f in fields(config)} for config in (DiffuGRPOConfig, trl.GRPOConfig))
+    different = {name for name, value in theirs.items() if ours[name] != value}
+    # Of the protocol or the machine; and of other numbers of processes and of mixtures
+    different -= {"learning_rate", "warmup_steps", "num_iterations", "num_generations", "max_completion_length"}
+    different -= {"per_device_train_batch_size", "per_device_eval_batch_size"}
+    different -= {"logging_nan_inf_filter", "ddp_find_unused_parameters", "router_aux_loss_coef"}
+    assert {"beta", "use_bias_correction_kl", "loss_type"} <= different
+    assert {name: getattr(args, name) for name in different} == {name: ours[name] for name in different}
+
+
+def test_no_arm_is_chosen_before_one_was_trained(tmp_path):
+    """If all of them failed, such as without problems, a line would keep the choice for all later runs."""
+    study = steps.Study("", tmp_path, tmp_path / "runs.jsonl")
+    with pytest.raises(ValueError, match="none of shift, in_place, full was trained"):
+        steps.choose_arm(study)
+    append_line(study.data, line_of("sft-full-0", "0110"))
+    assert steps.choose_arm(study) == {"arm": "full", "solved": {"full": 2}}
+
+
 def test_right_answers_are_those_of_the_task_once_each(tmp_path):
     prompt = [{"role": "user", "content": "?"}]
     rows = [{"question": "a", "prompt": prompt}, {"question": "b", "prompt": prompt}]
@@ -174,6 +218,69 @@ def test_no_job_starts_that_does_not_fit_into_the_time_that_is_left(tmp_path, mo
     study = steps.Study("", tmp_path, tmp_path / "runs.jsonl")
     run.work(study, until=time.time() + 60)
     assert study.lines() == {}
+
+
+def test_a_worker_does_not_wait_for_jobs_that_need_one_that_cannot_start_any_more(tmp_path, monkeypatch):
+    reader = run.Job("reader", lambda study: {}, reads=("long",), minutes=0.1)
+    after = run.Job("after", lambda study: {}, after=("reader",), minutes=0.1)
+    one_after_another(monkeypatch, run.Job("long", lambda study: {}, minutes=5), reader, after)
+    study = steps.Study("", tmp_path, tmp_path / "runs.jsonl")
+    until = time.time() + 60
+    assert run.jobs_in_time(study, until) == []
+    run.work(study, until)
+    assert time.time() < until - 30
+    assert [job.name for job in run.jobs_in_time(study, time.time() + 400)] == ["long", "reader", "after"]
+
+    # Another worker does it, so its end is waited for.
+    (tmp_path / "locks").mkdir()
+    with (tmp_path / "locks" / "long").open("a") as claim:
+        fcntl.flock(claim, fcntl.LOCK_EX)
+        assert [job.name for job in run.jobs_in_time(study, until)] == ["reader", "after"]
+
+
+def test_the_peak_of_a_job_is_not_that_of_a_job_that_failed_before_it(tmp_path, monkeypatch):
+    memory = {"peak": 0}
+
+    def use(study, peak):
+        memory["peak"] = max(memory["peak"], peak)
+        if peak > 100e9:
+            raise torch.cuda.OutOfMemoryError("no memory")
+        return {}
+
+    for name in ("synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a card")
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: memory["peak"])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: memory.update(peak=0))
+    monkeypatch.setattr(run, "run_record", dict)
+    names = {"first": 140e9, "second": 2e9, "third": 1e9}
+    one_after_another(monkeypatch, *(run.Job(name, partial(use, peak=peak)) for name, peak in names.items()))
+    study = steps.Study("", tmp_path, tmp_path / "runs.jsonl")
+    run.work(study, until=None)
+    assert {name: line["peak_gb"] for name, line in study.lines().items()} == {"second": 2, "third": 1}
+
+
+def test_the_command_ends_with_an_error_that_names_the_jobs_that_failed(tmp_path, monkeypatch, caplog):
+    def fail(study):
+        raise ValueError("no memory")
+
+    other = run.Job("other", lambda study: {}, minutes=5)
+    one_after_another(monkeypatch, run.Job("first", fail), run.Job("reader", fail, reads=("first",)), other)
+    data = tmp_path / "copy.jsonl"
+    flags = ["--model", "m", "--output_dir", str(tmp_path), "--tiny", "--data", str(data)]
+    with pytest.raises(ValueError, match=r"jobs have failed: first \(ValueError: no memory\). To try one again"):
+        run.main(run.make_parser().parse_args(flags))
+    assert [line["job"] for line in read_lines(data)] == ["other"]  # --data is also read with --tiny
+    data.unlink()
+    (tmp_path / "failed" / "first").unlink()
+    one_after_another(monkeypatch, other)
+    with caplog.at_level("INFO"):
+        run.main(run.make_parser().parse_args([*flags, "--minutes", "1"]))
+    assert "jobs that are left: other" in caplog.text
+    for wrong in (["--workers", "0"], ["--minutes", "-1"], ["--minutes", "nan"]):
+        with pytest.raises(ValueError, match=wrong[0]):
+            run.make_parser().parse_args([*flags, *wrong])
 
 
 def test_the_table_has_the_shares_of_the_lines_and_differences_paired_by_problem():
@@ -207,6 +314,23 @@ def test_stages_are_compared_with_sft_and_rl_has_the_rate_of_the_search():
     assert rows["+ SFT + RL"][1].startswith("87.5 [")
     assert rows["+ SFT + RL"][2].startswith("+62.5 [")
     assert rows["+ RL"] == ["0", "", "", "", "", ""]
+
+
+def test_a_rate_that_diverged_does_not_hide_the_run_of_the_chosen_one():
+    def line(right, **more):
+        part = {"right": right, "texts": []}
+        return {"validation": part, "test": part, **more}
+
+    lines = {"sft-shift-0": line("1000"), "rate-3e-06": line("1000"), "rate-1e-05": line("1110", rate=1e-5)}
+    assert "| + SFT + RL | 0 |" in stages_table(lines)  # the third rate may still be tried
+    lines["rl-1"] = line("1100", rate=1e-5)
+    assert "| + SFT + RL | 2 | 62.5 [" in stages_table(lines)
+    # Tried again after the other seeds, it is too late to be chosen.
+    lines["rate-3e-05"] = line("1111", rate=3e-5)
+    assert steps.best_rate(lines) == 1e-5
+    assert "| + SFT + RL | 2 | 62.5 [" in stages_table(lines)
+    lines["rl-1"] |= {"arm": "full"}
+    assert steps.best_rate(lines) == 3e-5
 
 
 def test_contrasts_are_paired_by_seed_and_problem():

@@ -103,6 +103,9 @@ def test_holms_rule_by_hand():
     assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert holm([0.9, 0.8]) == [1.0, 1.0]
     assert holm([]) == []
+    # A comparison without any difference has no p-value, and does not raise those of the others.
+    assert holm([0.5, math.nan, 0.001, 0.002, 0.003]) == holm([0.5, 1.0, 0.001, 0.002, 0.003])
+    assert holm([math.nan]) == [1.0]
 
 
 def test_a_gain_is_paired_by_the_seeds_that_both_have():
