@@ -32,6 +32,7 @@ _SIGNS: dict[type[ast.AST], Callable[..., Fraction]] = {
     ast.USub: operator.neg,
 }
 _LATEX = [
+    (re.compile(r"^\s*```[a-z]*\s*\n([^`]+)```\s*$"), r"\1"),  # a block of code
     (re.compile(r"^\s*(\*\*|`{1,3})(?=[^*`])(.+)(?<=[^*`])\1\s*$"), r"\2"),  # bold, code
     (re.compile(r"\\(?:times|cdot|ast)(?![A-Za-z])|[×·⋅∗]"), "*"),
     (re.compile(r"\\div(?![A-Za-z])|÷"), "/"),
