@@ -124,6 +124,11 @@ def read_prompts(args: EvalRun, task: ModuleType, tokenizer: Any, config: Any = 
         content = last["content"]
         if args.dont_use_box:
             content = BOX_REQUEST.sub("", content, count=1)
+            if content == last["content"] and r"\boxed" in content:
+                raise ValueError(
+                    f"--dont_use_box: the prompts of {args.dataset} ask for a box in other words than"
+                    r' " as \boxed{answer}": change them in the task file'
+                )
         messages, options = turns.add_instructions([*shots, *earlier, {**last, "content": content}])
         try:
             text = render_prompt(tokenizer, messages, **(args.chat_template_kwargs or {}), **options)

@@ -181,6 +181,19 @@ def test_a_prefill_ends_the_prompt_and_a_box_is_asked_for_unless_told_otherwise(
         assert "boxed" not in after.text
 
 
+def test_a_box_that_the_prompts_of_a_task_file_ask_for_in_other_words_is_named(tiny_model_dir, tmp_path):
+    task = tmp_path / "my_task.py"
+    task.write_text(
+        "from datasets import Dataset\nfrom d1.tasks.gsm8k import REWARDS, extract, score\n\n"
+        "def load_rows(split, data_file=None):\n"
+        "    prompt = [{'role': 'user', 'content': r'Give \\boxed{number}. What is 2 + 2?'}]\n"
+        "    return Dataset.from_list([{'prompt': prompt, 'question': '?', 'ground_truth': 4.0}])\n"
+    )
+    assert "boxed" in prompts(tiny_model_dir, task=str(task))[0].text
+    with pytest.raises(ValueError, match=r"--dont_use_box: the prompts of .*my_task\.py ask for a box in other words"):
+        prompts(tiny_model_dir, "--dont_use_box", task=str(task))
+
+
 def test_few_shot_never_shows_what_is_asked(tiny_model_dir, tmp_path):
     for name, words in (("asked", "abc"), ("shown", "abcde")):
         rows = [json.dumps({"question": f"what is {w} ?", "answer": "so\n#### 3"}) for w in words]
