@@ -111,6 +111,9 @@ def read_prompts(args: EvalRun, task: ModuleType, tokenizer: Any, config: Any = 
     rows = task.load_rows(args.split, args.data_file)
     if not len(rows):
         raise ValueError(f"--dataset {args.dataset} has no rows in {args.data_file or f'its {args.split} split'}")
+    missing = [name for name in ("prompt", "question", "ground_truth") if name not in rows.column_names]
+    if missing:
+        raise ValueError(f"--dataset {args.dataset}: its load_rows gives no column {', '.join(missing)}")
     indices: Sequence[int] = range(len(rows))
     if args.limit is not None and args.limit < len(rows):
         indices = sorted(random.Random(0).sample(indices, args.limit))
@@ -120,10 +123,16 @@ def read_prompts(args: EvalRun, task: ModuleType, tokenizer: Any, config: Any = 
     prompts = []
     for index in indices:
         row = rows[index]
+        check_row(row, index)
         *earlier, last = row["prompt"]
         content = last["content"]
         if args.dont_use_box:
             content = BOX_REQUEST.sub("", content, count=1)
+            if content == last["content"] and r"\boxed" in content:
+                raise ValueError(
+                    f"--dont_use_box: the prompts of {args.dataset} ask for a box in other words than"
+                    r' " as \boxed{answer}": change them in the task file'
+                )
         messages, options = turns.add_instructions([*shots, *earlier, {**last, "content": content}])
         try:
             text = render_prompt(tokenizer, messages, **(args.chat_template_kwargs or {}), **options)
@@ -145,6 +154,18 @@ def read_prompts(args: EvalRun, task: ModuleType, tokenizer: Any, config: Any = 
             )
             prompts.append(prompt)
     return prompts
+
+
+def check_row(row: Mapping[str, Any], index: int) -> None:
+    """Refuse (ValueError) a task's row whose completions a generation file cannot hold."""
+    if not isinstance(row["question"], str):
+        raise ValueError(f"problem {index} (from 0): its question must be text, got {row['question']!r:.80}")
+    try:
+        json.dumps(row["ground_truth"])
+    except TypeError:
+        raise ValueError(
+            f"problem {index} (from 0): its ground_truth must be a JSON value, got {row['ground_truth']!r:.80}"
+        ) from None
 
 
 def default_dtype(config: Any) -> str | None:

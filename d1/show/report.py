@@ -12,7 +12,6 @@ line the mean of the last 5, a dashed line validation. The report has these pane
 from __future__ import annotations
 
 import html
-import json
 import sys
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +22,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from d1.files import valid_unicode
+from d1.files import read_object, valid_unicode
 from d1.ranges import setting
 from d1.runs.cli import SettingsParser
 from d1.show.curves import WIDTH, legend, panel_svg, panels, running_mean, save_figure, widen
@@ -60,13 +59,19 @@ def make_parser() -> SettingsParser[ReportFlags]:
 
 
 def read_run(folder: Path) -> tuple[list[dict[str, Any]], float]:
-    """The log entries of a run, and its optimizer steps per rollout. Raises FileNotFoundError if the folder holds no
-    run, or a run without a checkpoint."""
+    """The log entries of a run, and its optimizer steps per rollout.
+
+    Raises:
+        FileNotFoundError: the folder holds no run, or a run without a checkpoint.
+        ValueError: a file is damaged, or the run is none of diffu-GRPO.
+    """
     states = [*folder.glob("trainer_state.json"), *folder.glob("checkpoint-*/trainer_state.json")]
     if not states or not (folder / "run.json").exists():
         raise FileNotFoundError(f"{folder} holds no run of diffu_grpo_train.py with a checkpoint")
-    history = max((json.loads(state.read_text())["log_history"] for state in states), key=len)
-    settings = json.loads((folder / "run.json").read_text())["settings"]
+    history = max((read_object(state)["log_history"] for state in states), key=len)
+    settings = read_object(folder / "run.json")["settings"]
+    if "steps_per_generation" not in settings:
+        raise ValueError(f"{folder} holds a run of another stage: name the output folders of diffu_grpo_train.py")
     micro_steps = settings["steps_per_generation"] * settings["num_iterations"]
     return history, micro_steps / settings["gradient_accumulation_steps"]
 
@@ -151,7 +156,7 @@ def about_run(run: Path, label: str) -> str:
         solved_after = sum(after.solved is True for _, after in pairs)
         stats += f"<li><span>solved of the {len(pairs)} problems below</span> "
         stats += f"<b>{solved_before} → {solved_after}</b></li>"
-    settings = json.loads((run / "run.json").read_text())["settings"]
+    settings = read_object(run / "run.json")["settings"]
     shown = {html.escape(name): html.escape(without_folders(value)) for name, value in settings.items()}
     rows = "".join(f"<li><b>{name}</b> {value}</li>" for name, value in shown.items())
     folded = f'<summary>Settings of {html.escape(label)}</summary><ul class="settings">{rows}</ul>'
@@ -163,7 +168,7 @@ def films_of(run: Path) -> list[tuple[Film, Film]]:
     file = run / SHOWN_FILE
     films: dict[str, list[dict[str, Any]]] = {}
     if file.exists():
-        films = json.loads(file.read_text())
+        films = read_object(file)
     pairs = zip(films.get("before", ()), films.get("after", ()), strict=False)
     return [(Film(**before), Film(**after)) for before, after in pairs]
 

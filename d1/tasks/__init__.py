@@ -108,6 +108,8 @@ def under_protocol(task: ModuleType, name: str) -> ModuleType:
             f"task {task.__name__} has no prompt protocol {name!r}: use one of {', '.join(('d1', *protocols))}"
         )
     changes = dict(protocols[name])
+    if "QUESTION" not in changes:
+        raise ValueError(f"prompt protocol {name!r} of task {task.__name__} has no QUESTION, the user's message")
     question = changes.pop("QUESTION")
 
     def load_rows(split: str, data_file: str | None = None) -> Dataset:

@@ -55,7 +55,8 @@ TRAIN = ("KodCode/KodCode-V1", None)
 TEST = ("openai/openai_humaneval", None)
 CONCURRENT = WORKERS  # calls of `score` that evaluation may make at a time
 
-_FENCE = re.compile(r"```([\w+#.-]*)[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)  # its mark and its text
+# The blanks before it on its line, its mark and its text
+_FENCE = re.compile(r"(?:^([ \t]*))?```([\w+#.-]*)[ \t]*\r?\n(.*?)(?:```|\Z)", re.DOTALL | re.MULTILINE)
 _PYTHON = ("python", "python3", "py")
 _FUTURE = re.compile(r"^from __future__ import (?:\([^)]*\)|.*)\n?", re.MULTILINE)
 
@@ -483,10 +484,11 @@ def extract(text: str) -> str | None:
     if not blocks:
         return indent_as_in_text(answer, text) if answer else None
     by_mark: dict[str, str] = {}
-    for mark, program in blocks:
+    program = ""
+    for blanks, mark, lines in blocks:
+        program = re.sub(rf"^[ \t]{{0,{len(blanks)}}}", "", lines, flags=re.MULTILINE)  # a block may stand in a list
         by_mark["python" if mark.lower() in _PYTHON else mark] = program
-    last = blocks[-1][1]
-    return by_mark.get("python", by_mark.get("", last)) or None
+    return by_mark.get("python", by_mark.get("", program)) or None
 
 
 def indent_as_in_text(answer: str, text: str) -> str:

@@ -32,6 +32,7 @@ _SIGNS: dict[type[ast.AST], Callable[..., Fraction]] = {
     ast.USub: operator.neg,
 }
 _LATEX = [
+    (re.compile(r"^\s*```[a-z]*\s*\n([^`]+)```\s*$"), r"\1"),  # a block of code
     (re.compile(r"^\s*(\*\*|`{1,3})(?=[^*`])(.+)(?<=[^*`])\1\s*$"), r"\2"),  # bold, code
     (re.compile(r"\\(?:times|cdot|ast)(?![A-Za-z])|[×·⋅∗]"), "*"),
     (re.compile(r"\\div(?![A-Za-z])|÷"), "/"),
@@ -64,7 +65,7 @@ def load_rows(split: str, data_file: str | None = None) -> Dataset:
 
 
 def _task_row(row: dict[str, Any]) -> dict[str, Any]:
-    numbers_column, target_column = TEST_COLUMNS if "input" in row else HUB_COLUMNS
+    numbers_column, target_column = TEST_COLUMNS if row.keys() >= set(TEST_COLUMNS) else HUB_COLUMNS
     numbers_cell, target_cell = row[numbers_column], row[target_column]
     try:
         parts = numbers_cell.split(",") if isinstance(numbers_cell, str) else numbers_cell

@@ -35,7 +35,8 @@ _PUNCTUATION = re.compile(
     r"(?<=\n)[ \t]*[-–—―]\s+(?=\\?[$€£¥]?\s*[0-9][0-9.,]*\s+[A-Za-z]{2})"
 )
 _FRAC = re.compile(r"\\[dtc]?frac\s*(?:\{\s*(-?[0-9.]+)\s*\}|([0-9]))\s*(?:\{\s*([0-9.]+)\s*\}|([0-9]))")
-_DECIMAL = r"(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)"
+_OPEN_FRACTION = re.compile(r"\\[dtc]?frac(?![A-Za-z])")  # what `_FRAC` has left: its parts are no numbers
+_DECIMAL = r"(?:[0-9]+(?:\.[0-9]+)?|(?<![A-Za-z])\.[0-9]+)"  # "Rs.18" is 18
 _NUMBER = re.compile(
     rf"(?P<sign>(?<![0-9A-Za-z)}}\]])-\s?)?(?:(?P<whole>[0-9]+)\s+(?=[0-9]+/[0-9]))?"
     rf"(?P<top>{_DECIMAL}(?:[eE][+-]?[0-9]{{1,4}})?)(?:\s*/\s*(?P<bottom>{_DECIMAL}))?"
@@ -54,6 +55,7 @@ _CHANGED_BEFORE = re.compile(
     r"(?:\\(?:sqrt|log|ln|sin|cos|tan)\s*\{?|√|\\pm|±|(?<![A-Za-z])[A-Za-z]\s*[+*/^]|(?:\\pi|π)\s*/?|"
     r"(?<![A-Za-z<])[A-Za-z]\s*(?:<|>|≤|≥|\\[lg]eq?(?![a-z])))\s*$"
 )
+_OPERATION = re.compile(r"[)}\]\s]*(?:[-+*×÷·/xX]|\\times|\\cdot|\\div)[({\[\s]*")  # between two numbers
 _POWER_OF_TEN = re.compile(
     r"(?<=[0-9])\s*(?:\\times|\\cdot|[×·*x])\s*10\s*(?:\^|\*\*)\s*(?:\{([+-]?[0-9]{1,3})\}|([+-]?[0-9]{1,3}))"
 )
@@ -119,6 +121,8 @@ def number_in(text: str) -> float | None:
     if _is_part_of_expression(number, text):
         return None
     for first, second in pairwise(numbers[max(0, index - 1) : index + 2]):
+        if _OPERATION.fullmatch(text, first.end(), second.start()):
+            return None  # an expression
         if _value(first) != _value(second) and _OTHER_VALUE.fullmatch(text, first.end(), second.start()):
             return None  # another number to choose from
 
@@ -130,16 +134,29 @@ def _is_part_of_expression(number: re.Match[str], text: str) -> bool:
     before = text[max(0, number.start() - 20) : number.start()]
     if number["sign"] and _VARIABLE.search(before):
         return True
+    if _is_in_fraction(text, number.start()):
+        return True
     return bool(_CHANGED_BEHIND.match(text, number.end()) or _CHANGED_BEFORE.search(before))
+
+
+def _is_in_fraction(text: str, position: int) -> bool:
+    r"""Whether a position lies in a fraction that is no number, such as \frac{3 + 5}{2}."""
+    fractions = list(_OPEN_FRACTION.finditer(text, 0, position))
+    if not fractions:
+        return False
+    depth = parts = 0
+    for character in text[fractions[-1].end() : position]:
+        depth += (character == "{") - (character == "}")
+        parts += character == "}" and depth == 0
+    return parts < 2
 
 
 def _plain(text: str) -> str:
     """The text with one form of fractions and minus signs, and without currency signs and thousands separators."""
     text = _join_groups(_PUNCTUATION.sub(" : ", text))
     text = re.sub(r"\\?\$|[€£¥]", "", text).replace("½", r"\frac12").replace("¼", r"\frac14").replace("¾", r"\frac34")
-    text = _POWER_OF_TEN.sub(r"e\1\2", text)
-    text = _FRAC.sub(lambda parts: f" {parts[1] or parts[2]}/{parts[3] or parts[4]}", text)
-    return _THOUSANDS.sub("", text)
+    text = _THOUSANDS.sub("", _POWER_OF_TEN.sub(r"e\1\2", text))
+    return _FRAC.sub(lambda parts: f" {parts[1] or parts[2]}/{parts[3] or parts[4]}", text)
 
 
 def _join_groups(text: str) -> str:

@@ -113,8 +113,8 @@ _WRAPPERS = [
         r"\$((?:\\.|[^$\\])+)\$",
         r"\\\(((?:(?!\\\)).)+)\\\)",
         r"\\\[((?:(?!\\\]).)+)\\\]",
-        r"\\(?:boxed|fbox|framebox|mathbf|textbf|boldsymbol|bm|mathit|textit|emph|ensuremath|underline)\s*\{([^{}]*(?:\{[^{}]*"
-        r"(?:\{[^{}]*\}[^{}]*)*\}[^{}]*)*)\}",
+        r"(?:\\?boxed|\\(?:fbox|framebox|mathbf|textbf|boldsymbol|bm|mathit|textit|emph|ensuremath|underline|text|mbox|mathrm|"
+        r"textrm|textnormal))\s*\{([^{}]*(?:\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}[^{}]*)*)\}",
         r"\{\\(?:bf|it|rm)\s([^{}]+)\}",
         r"\\(?:mathbf|large|Large|LARGE|huge|Huge)\s+([^{}\s].*)",
         r"\\(?:textcolor|colorbox)\s*\{[a-zA-Z]+\}\s*\{([^{}]*(?:\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}[^{}]*)*)\}",
@@ -443,6 +443,7 @@ _NAME = re.compile(
 )
 _NAME_BEHIND = re.compile(r"([^=<>]+)=([A-Za-z])")
 _MEMBER = re.compile(r"[A-Za-z]\\in(?![A-Za-z])\s?")
+_ALL_REALS = re.compile(r"\\(?:mathbb|Bbb) ?\{?R\}?|\\R|ℝ|allrealnumbers", re.IGNORECASE)
 _MATRIX = re.compile(r"\\begin\{([pbB]?|small)matrix\}(.*)\\end\{\1matrix\}", re.DOTALL)
 _BETWEEN = re.compile(r"([^<>=]+?)(<|\\le(?![a-z])) ?([A-Za-z])(<|\\le(?![a-z]))([^<>=]+)")
 _DESCENDING = re.compile(r"([^<>=]+?)(>|\\ge(?![a-z])) ?([A-Za-z])(>|\\ge(?![a-z]))([^<>=]+)")
@@ -474,6 +475,8 @@ def tree_of(text: str) -> Tree:
     if len(parts) > 1:
         return [",", *_values(parts)]
     text = _MEMBER.sub("", text, count=1) if _MEMBER.match(text) else text
+    if _ALL_REALS.fullmatch(text):
+        return ["()", r"-\infty", r"\infty"]
     name = _NAME.match(text)
     if name:
         return ["=", name[1], tree_of(text[name.end() :].rpartition("=")[2])]

@@ -69,7 +69,8 @@ def load_rows(split: str, data_file: str | None = None) -> Dataset:
     source, rows = _read_rows(split, data_file)
     if "Numbers" not in rows.column_names:
         return task_rows(source, rows, _hub_row, NUMBER)
-    return task_rows(source, _consistent_rows(source, rows), _task_row, NUMBER)
+    problems = task_rows(source, rows, _task_row, NUMBER)
+    return problems.select(_consistent_indices(source, rows))
 
 
 def _read_rows(split: str, data_file: str | None) -> tuple[str, Dataset]:
@@ -89,9 +90,9 @@ def _read_rows(split: str, data_file: str | None) -> tuple[str, Dataset]:
     return read_problems(split, data_file, (HUB, None), (HUB, None), COLUMNS, HUB_COLUMNS)
 
 
-def _consistent_rows(source: str, rows: Dataset) -> list[dict[str, Any]]:
-    """The rows whose equation gives their answer, and those that cannot be read, which `task_rows` names."""
-    consistent = [row for row in rows if not _contradicts_itself(row)]
+def _consistent_indices(source: str, rows: Dataset) -> list[int]:
+    """The indices of the rows whose equation gives their answer; `_task_row` can read all rows."""
+    consistent = [index for index, row in enumerate(rows) if not _contradicts_itself(row)]
     excluded = len(rows) - len(consistent)
     if excluded:
         logger.info("%s: %d of %d rows do not give their own answer, left out", source, excluded, len(rows))
@@ -99,12 +100,9 @@ def _consistent_rows(source: str, rows: Dataset) -> list[dict[str, Any]]:
 
 
 def _contradicts_itself(row: dict[str, Any]) -> bool:
-    try:
-        template = _template(row)
-        answer = _number(row["Answer"], "Answer")
-    except ValueError:
-        return False
+    template = _template(row)
     _, value = _solve(template.equation, template.numbers)
+    answer = _number(row["Answer"], "Answer")
     return value is None or not math.isclose(value, answer, rel_tol=ROUNDING)
 
 
@@ -137,9 +135,11 @@ def _template(row: dict[str, Any]) -> Template:
 
 def _number(value: Any, column: str) -> Fraction:
     try:
-        return Fraction(str(value).strip())
-    except (ValueError, ZeroDivisionError):
+        number = Fraction(str(value).strip())
+        float(number)
+    except (ValueError, ZeroDivisionError, OverflowError):
         raise ValueError(f"{column} must be numbers, got {value!r}") from None
+    return number
 
 
 def _format_number(number: Fraction) -> str:
@@ -199,7 +199,7 @@ def training_rows(seed: int, per_problem: int, data_file: str | None = None) -> 
         data_file: a file with the columns `COLUMNS`; by default the training split of `load_rows`.
 
     Raises:
-        ValueError: `per_problem` is less than 1, or the data have no `Numbers`.
+        ValueError: `per_problem` is less than 1, the data have no `Numbers`, or a row cannot be read.
     """
     if per_problem < 1:
         raise ValueError(f"per_problem must be 1 or more, got {per_problem}")
@@ -208,12 +208,13 @@ def training_rows(seed: int, per_problem: int, data_file: str | None = None) -> 
         raise ValueError(
             f"{source} has no column Numbers: set D1_FILES to a folder with svamp/train.csv, or pass a file"
         )
+    task_rows(source, rows, _task_row, NUMBER)  # refuses a row that cannot be read
     rng = random.Random(seed)
     question = PROTOCOLS["llada"]["QUESTION"]
     demonstrate_plainly = PROTOCOLS["llada"]["demonstrate"]
     questions = set()
-    for row in _consistent_rows(source, rows):
-        template = _template(row)
+    for index in _consistent_indices(source, rows):
+        template = _template(rows[index])
         count = 0
         for _ in range(DRAWS):
             numbers = _new_numbers(template.numbers, rng)

@@ -181,6 +181,38 @@ def test_a_prefill_ends_the_prompt_and_a_box_is_asked_for_unless_told_otherwise(
         assert "boxed" not in after.text
 
 
+def test_a_box_that_the_prompts_of_a_task_file_ask_for_in_other_words_is_named(tiny_model_dir, tmp_path):
+    task = tmp_path / "my_task.py"
+    task.write_text(
+        "from datasets import Dataset\nfrom d1.tasks.gsm8k import REWARDS, extract, score\n\n"
+        "def load_rows(split, data_file=None):\n"
+        "    prompt = [{'role': 'user', 'content': r'Give \\boxed{number}. What is 2 + 2?'}]\n"
+        "    return Dataset.from_list([{'prompt': prompt, 'question': '?', 'ground_truth': 4.0}])\n"
+    )
+    assert "boxed" in prompts(tiny_model_dir, task=str(task))[0].text
+    with pytest.raises(ValueError, match=r"--dont_use_box: the prompts of .*my_task\.py ask for a box in other words"):
+        prompts(tiny_model_dir, "--dont_use_box", task=str(task))
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("'question': '?'", "my_task.py: its load_rows gives no column ground_truth"),
+        ("'question': 5, 'ground_truth': 1", r"problem 0 \(from 0\): its question must be text, got 5"),
+        ("'question': '?', 'ground_truth': date(2024, 5, 1)", "its ground_truth must be a JSON value, got datetime"),
+    ],
+)
+def test_a_row_that_no_file_can_hold_is_named_before_anything_is_sampled(tiny_model_dir, tmp_path, row, message):
+    task = tmp_path / "my_task.py"
+    task.write_text(
+        "from datetime import date\nfrom datasets import Dataset\nfrom d1.tasks.gsm8k import REWARDS, extract, score\n"
+        "def load_rows(split, data_file=None):\n"
+        f"    return Dataset.from_list([{{'prompt': [{{'role': 'user', 'content': 'is 1'}}], {row}}}])\n"
+    )
+    with pytest.raises(ValueError, match=message):
+        prompts(tiny_model_dir, task=str(task))
+
+
 def test_few_shot_never_shows_what_is_asked(tiny_model_dir, tmp_path):
     for name, words in (("asked", "abc"), ("shown", "abcde")):
         rows = [json.dumps({"question": f"what is {w} ?", "answer": "so\n#### 3"}) for w in words]

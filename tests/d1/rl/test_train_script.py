@@ -415,6 +415,13 @@ def test_curves_are_drawn_against_rollouts(tmp_path):
     assert running_mean([1, 2, 6], 2) == [1, 1.5, 4]
     with pytest.raises(FileNotFoundError, match="holds no run"):
         read_run(tmp_path)
+    sft = logged(tmp_path / "sft", {"loss": 1.0})
+    (sft / "run.json").write_text('{"settings": {}}')
+    with pytest.raises(ValueError, match="sft holds a run of another stage"):
+        read_run(sft)
+    (sft / "run.json").write_text('{"settings": ')
+    with pytest.raises(ValueError, match=r"run\.json is no JSON"):
+        read_run(sft)
     page = report_page([run], ["<a>"])
     assert page.count("<figure><svg ") == 1  # only the reward was logged
     said = ["What RL did: &lt;a&gt;</h1>", "<span>reward</span> <b>0 → 0.5</b>", "<b>num_iterations</b> 4"]

@@ -47,6 +47,8 @@ def verdicts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("<answer>\n    return 1\n</answer>", "    return 1"),
         ("<answer>x = 1</answer>", "x = 1"),
         ("<answer> def f(x):\n    return x\n</answer>", "def f(x):\n    return x"),
+        ("1. So:\n   ```python\n   def f(x):\n       return x\n   ```", "def f(x):\n    return x\n"),
+        ("```python\r\nA\r\n```", "A\r\n"),
         ("no program", None),
     ],
 )

@@ -48,6 +48,7 @@ ANSWERS = {  # number -> texts from which an answer is read, but that are no gol
         *("5 or 6", "5 apples or 6 apples", "5-6", "5–6", "5 to 6", "5, 6", "5 and 6", "5/6 or 6/5", "5\n6", "5 - 6"),
         *("5!", "5^2", "5**2", "(5)^2", "5²", "3+4", r"3 \times 4"),
         *("5 dollars and 50 cents", "5:30", r"\log 5"),
+        *(r"\frac{3+5}{2}", r"\frac{x}{2}", "She earns 2 * 9", "She has 3 + 3", "2 x 9"),
         *("3 - x", "x - 3", "x + 3", "2x", "2n", r"\sqrt{16}"),
         *("± 3", r"\pm 3", "5 ± 1", "3,14", "1,2345", "1.234.567", "12_7", "1_000"),
     ),

@@ -25,8 +25,9 @@ MATH = [
 ]
 COUNTDOWN = [{"input": "30,100,93", "output": "23"}, {"input": "1,2,3", "output": "6"}]
 COUNTDOWN_HUB = [{"nums": [30, 100, 93], "target": 23}, {"nums": [1, 2, 3], "target": 6}]
+COUNTDOWN_INPUT = [row | {"input": "Make the target."} for row in COUNTDOWN_HUB]  # a further column
 SUDOKU = [{"Puzzle": "0102230010030400", "Solution": "4132231412433421"}]  # leading zero
-LOCAL = {"gsm8k": [GSM8K], "math": [MATH], "countdown": [COUNTDOWN, COUNTDOWN_HUB], "sudoku": [SUDOKU]}
+LOCAL = {"gsm8k": [GSM8K], "math": [MATH], "countdown": [COUNTDOWN, COUNTDOWN_HUB, COUNTDOWN_INPUT], "sudoku": [SUDOKU]}
 LOCAL |= {"pocket_countdown": [COUNTDOWN], "arithmetic": [GSM8K]}  # small versions of tasks, read and scored like these
 HUMANEVAL = {"prompt": 'import math\n\n\ndef area(r: float) -> float:\n    """Area of a disc of radius r."""\n'}
 HUMANEVAL |= {"canonical_solution": "    return math.pi * r**2\n", "entry_point": "area"}

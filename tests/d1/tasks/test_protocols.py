@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -56,6 +57,13 @@ def test_d1s_protocol_is_the_task_as_it_is_and_a_task_without_another_says_so():
     assert {*PROTOCOLS} == {"d1", *own}  # what --help lists
     with pytest.raises(ValueError, match=r"no prompt protocol 'dream': use one of " + ", ".join(PROTOCOLS)):
         under_protocol(load_task("gsm8k"), "dream")
+
+
+def test_a_protocol_without_a_question_is_refused():
+    task = ModuleType("my_task")
+    task.PROTOCOLS = {"short": {"SHOTS": 2}}
+    with pytest.raises(ValueError, match="prompt protocol 'short' of task my_task has no QUESTION"):
+        under_protocol(task, "short")
 
 
 def test_a_task_file_may_have_protocols_of_its_own(tmp_path):

@@ -101,11 +101,20 @@ def test_the_command_writes_rows_that_sft_reads(tmp_path):
         (("number0 ?", "1 2", "number0 + number1", "3"), "row 1: Equation must be in prefix notation"),
         (("number0 ?", "1 x", "+ number0 number1", "3"), "row 1: Numbers must be numbers, got 'x'"),
         (("number0 ?", "1 2", "+ number0 number1", "three"), "row 1: Answer must be numbers, got 'three'"),
+        (("number0 ?", "1 2", "+ number0 number1", "1e400"), "row 1: Answer must be numbers, got '1e400'"),
     ],
 )
 def test_a_wrong_row_is_named(row, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         load_task("svamp").load_rows("test", write(tmp_path, [row]))
+
+
+def test_a_wrong_row_is_named_by_its_number_in_the_file(tmp_path):
+    """Also after a row that contradicts itself, and for training rows."""
+    file = write(tmp_path, [ROWS[-1], ("number0 ?", "1 2", "+ number0", "3")])
+    for read in (lambda: load_task("svamp").load_rows("test", file), lambda: list(svamp.training_rows(0, 1, file))):
+        with pytest.raises(ValueError, match=r"train\.csv, line 3, row 2: Equation must be in prefix notation"):
+            read()
 
 
 @pytest.fixture
