@@ -324,8 +324,10 @@ def transform_advantages(
 
 
 def has_equal_rewards(rewards: Tensor) -> Tensor:
-    """(groups, ...) bool, whether the rewards (groups, completions per prompt, ...) of a group are equal; NaN does not
-    count. They are compared with each other, because their mean may differ from them by rounding."""
+    """(groups,) bool, whether the rewards (groups, completions per prompt) of a group are equal; NaN does not count.
+
+    They are compared with each other: the mean of equal rewards may differ from them by rounding (0.3 for eight rows).
+    """
     is_missing = rewards.isnan()
     highest = rewards.masked_fill(is_missing, -torch.inf).amax(1)
     lowest = rewards.masked_fill(is_missing, torch.inf).amin(1)

@@ -60,8 +60,7 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
     Tokenising, rewards, advantages, losses, metrics, logs and checkpoints stay TRL's. The class overrides
     - `_tokenize_prompts`, to keep the last `max_prompt_length` tokens of a prompt;
     - `_generate_single_turn`, to call `rollout`; `_generate_and_score_completions`, its caller, to add the rollout's
-      record and its rows' rewards to the batch, to make advantages of equal rewards exactly 0, and to call
-      `after_rollout`;
+      record and its rows' rewards to the batch and to call `after_rollout`;
     - `_prepare_inputs`, to sort the rows that TRL shuffled into the mini-batches that `after_rollout` chose;
     - `_get_per_token_logps_and_entropies`, because TRL's scores in one state only: on a rollout it returns nothing, so
       TRL stores nothing, and in the loss it returns what `trl_loss` was given;
@@ -184,17 +183,11 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
         """TRL's batch of sampled and rewarded rows, with the record of the rollout and the rewards of its rows."""
         self.rows = rows
         batch = super()._generate_and_score_completions(rows)
-        # The mean of equal rewards may differ from them by rounding (0.2 for eight rows): TRL then counts them as
-        # different, and Adam makes full steps of advantages of 1e-8. With scale_rewards batch, TRL counts all groups
-        # together.
+        # TRL compares a standard deviation with 0, from which rounding keeps that of equal rewards; with scale_rewards
+        # batch, it is that of all groups.
         group = self.num_generations if self.model.training else self.num_generations_eval
         rewards = self.accelerator.gather(self.row_rewards[REWARD]).view(-1, group)
-        is_equal = has_equal_rewards(rewards)
-        self.replace_metric(EQUAL_REWARDS, is_equal.float().mean().item())
-        if self.multi_objective_aggregation == "sum_then_normalize":  # the other one scales each function's rewards
-            count = len(batch["advantages"])
-            is_zero = is_equal.repeat_interleave(group)[self.accelerator.process_index * count :][:count]
-            batch["advantages"] = batch["advantages"].masked_fill(is_zero, 0.0)
+        self.replace_metric(EQUAL_REWARDS, has_equal_rewards(rewards).float().mean().item())
         return batch | self.row_record() | self.row_rewards
 
     def row_record(self) -> Batch:

@@ -83,14 +83,12 @@ class HintedRollouts(SourceWrapper):
         # The advantages of these groups: rewards minus their mean, 0 for completions without a reward.
         changed = source_rows.view(-1, group).ge(0).any(1)
         rewards = ranks.all_gather(batch[REWARD]).view(-1, group)
-        is_equal = has_equal_rewards(rewards)
         centred = (rewards - rewards.nanmean(1, keepdim=True)).nan_to_num(0.0)
-        centred = centred.masked_fill(is_equal.unsqueeze(1), 0.0)
         centred = torch.where(changed.unsqueeze(1), centred, torch.nan)
         new_advantages = ranks.local_slice(centred.flatten(), rows)
         batch["advantages"] = torch.where(new_advantages.isnan(), batch["advantages"], new_advantages)
         # TRL counted the groups with equal rewards before some of their rows were replaced.
-        trainer.replace_metric(EQUAL_REWARDS, is_equal.float().mean().item())
+        trainer.replace_metric(EQUAL_REWARDS, has_equal_rewards(rewards).float().mean().item())
         trainer.log_metric("hints/solved", changed.sum().item() / unsolved.sum().item())
         trainer.log_metric("hints/rows", source_rows.ge(0).float().mean().item())
 

@@ -44,7 +44,6 @@ from d1.rl.batch import (
     evaluating,
     filter_groups,
     first_equal_updates,
-    has_equal_rewards,
     largest_ratio,
     loss_inputs,
     mean_entropy,
@@ -532,8 +531,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
 
         # Minus the mean over the prompt's completions, (prompts, group, views).
         groups = ranks.all_gather(mixed.masked_fill(~scoring, torch.nan)).unflatten(0, (-1, self.group))
-        centred = groups - groups.nanmean(1, keepdim=True)
-        centred = centred.masked_fill(has_equal_rewards(groups).unsqueeze(1), 0.0).flatten(0, 1)
+        centred = (groups - groups.nanmean(1, keepdim=True)).flatten(0, 1)
         return ranks.local_slice(centred, len(reward))[:, :local_views].nan_to_num(0.0)
 
     # --- Score --------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from d1.rl.batch import Batch, RankView, has_equal_rewards, pad_to_width
+from d1.rl.batch import Batch, RankView, pad_to_width
 from d1.rl.branches import first_level, leaves_below, level_steps
 from d1.rl.bridge import REWARD
 from d1.rl.checks import check_trees
@@ -47,7 +47,6 @@ def edge_advantages(rewards: Tensor, branches: Sequence[int]) -> Tensor:
         others = [[number for number in range(children) if number != child] for child in range(children)]
         mean_of_others = values[..., torch.tensor(others, device=rewards.device)].nanmean(-1)
         edges = (values - mean_of_others).nan_to_num(0.0)
-        edges = edges.masked_fill(has_equal_rewards(values.flatten(0, 1)).view(*edges.shape[:2], 1), 0.0)
         advantages.append(edges.flatten(1).repeat_interleave(below, dim=1))
     return torch.stack(advantages, dim=2)
 

@@ -25,7 +25,6 @@ from d1.rl.losses import ADVANTAGES, AdvantageInputs
 from d1.rl.rewards import RewardError, accuracy_of, check_rewards, guard_reward, rewards_of, weighted_sum
 from d1.rl.stage import never_differed
 from d1.rl.trainer import DiffuGRPOTrainer
-from d1.rl.tree import edge_advantages
 from d1.tasks import load_task, with_rewards
 from tests.tiny_grpo import SETTINGS, is_even, logged, make_method, repeats_letter
 
@@ -353,34 +352,6 @@ def test_equal_rewards_are_equal_whatever_their_mean_is_rounded_to() -> None:
     batch["reveal_steps"] = torch.zeros(24, 4, dtype=torch.long)
     for seed in range(20):
         assert select_prompt_share(batch, 1 / 3, 8, HERE, keyed_generator(seed)).tolist() == [False, False, True]
-
-
-@pytest.mark.parametrize("scale", ["none", "group", "batch"])
-@pytest.mark.parametrize("method", ["d1", "just-grpo", "egspo-sa"])
-def test_equal_rewards_train_nothing(tiny_model_dir: Path, tmp_path: Path, method: str, scale: str) -> None:
-    """In fp32 the mean of eight times 0.3 is not 0.3, and Adam makes full steps of the smallest gradients."""
-    options: dict[str, Any] = {"num_generations": 8, "per_device_train_batch_size": 8, "scale_rewards": scale}
-    options |= {"beta": 0.0, "optim": "adamw_torch", "weight_decay": 0.0, "max_steps": 2, "num_iterations": 1}
-
-    def reward(completions: list, **columns: Any) -> list[float]:
-        return [0.3] * len(completions)
-
-    trainer = make_method(tiny_model_dir, tmp_path, method, reward=[reward, is_even], **options)
-    before = {name: weight.detach().clone() for name, weight in trainer.model.named_parameters()}
-    trainer.train()
-    for name, weight in trainer.model.named_parameters():
-        assert torch.equal(weight, before[name]), name
-
-
-def test_edges_of_a_tree_with_equal_rewards_have_no_advantage() -> None:
-    for branches in ([8], [4, 4], [2, 8]):
-        leaves = math.prod(branches)
-        for value in (0.2, 0.3, 0.9, 1.7):
-            rewards = torch.full((2, leaves), value)
-            rewards[1, -1] = 2.0
-            advantages = edge_advantages(rewards, branches)
-            assert not advantages[0].any()
-            assert advantages[1].any()
 
 
 def test_hinted_groups_leave_missing_rewards_out(tiny_model_dir: Path, tmp_path: Path) -> None:
