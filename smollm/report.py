@@ -36,6 +36,15 @@ def scores_of(folder: Path) -> dict[str, Scored]:
     return {arm: found[arm] for arm in ARMS if arm in found}
 
 
+def result_lines(scored: dict[str, Scored], name: str) -> list[dict[str, Any]]:
+    """For each arm the problems that its model solves: `right` has a digit per problem, 1 if it is solved."""
+    lines = []
+    for arm, (row, problems) in scored.items():
+        right = "".join("1" if problem["accuracy"] else "0" for problem in problems)
+        lines.append({"task": name, "arm": arm, "right": right, "passes": row.forward_passes})
+    return lines
+
+
 def sft_curve(folder: Path, output: Path) -> None:
     """A picture of SFT's losses by step: of training rows, and of held-out rows."""
     lines = [json.loads(line) for line in (folder / "sft" / "metrics.jsonl").read_text().splitlines()]
@@ -68,7 +77,7 @@ def shown_problems(scored: dict[str, Scored]) -> str:
 
 
 def write_report(folder: Path, name: str, seconds: dict[str, float], console: Console) -> Path:
-    """Writes table.json, sft.png, curves.png and report.md into `folder` and shows the table; returns the report's
+    """Writes results.jsonl, sft.png, curves.png and report.md into `folder` and shows the table; returns the report's
     path."""
     scored = scores_of(folder)
     rows = [row for row, _ in scored.values()]
@@ -78,7 +87,7 @@ def write_report(folder: Path, name: str, seconds: dict[str, float], console: Co
     ]
     table = markdown_table(["model", "solved, % [95% interval]", "passes per completion"], cells)
     console.print(table, markup=False)
-    (folder / "table.json").write_text(json.dumps({row.setup: row.accuracy for row in rows}, indent=1) + "\n")
+    (folder / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in result_lines(scored, name)))
     differences = []
     for a, b in PAIRS:
         if {a, b} <= {*scored}:

@@ -1,9 +1,12 @@
-"""The table of README.md: what each stage of the demo solves, and the range in which a further run is expected.
+"""The tables of README.md: what each stage of the demo and of `make smollm` solves.
 
-The means are those of three seeds (pocket/RESULTS.md). The range is the 95% prediction interval of one further run:
-mean +- t s sqrt(1 + 1/3), with the standard deviation s of the three seeds (two degrees of freedom). For SFT, s is that
-of the seeds 0 to 7 (pocket/sft_seeds.jsonl; seven degrees of freedom), on 1,024 other problems of Sudoku, as many word
-problems, and the test problems of Countdown. On Sudoku and Countdown, these eight vary more than the three.
+Pocket models: the means are those of three seeds (pocket/RESULTS.md), with the range in which a further run is
+expected. It is the 95% prediction interval, mean +- t s sqrt(1 + 1/3), with the standard deviation s of the three seeds
+(two degrees of freedom). For SFT, s is that of the seeds 0 to 7 (pocket/sft_seeds.jsonl; seven degrees of freedom), on
+1,024 other problems of Sudoku, as many word problems, and the test problems of Countdown. On Sudoku and Countdown,
+these eight vary more than the three.
+
+SmolLM2-135M: one run (smollm/svamp.jsonl), with Wilson's intervals, and t intervals of differences paired by problem.
 """
 
 from __future__ import annotations
@@ -14,16 +17,21 @@ from statistics import fmean, stdev
 
 from scipy import stats
 
+from d1.eval.uncertainty import wilson_interval
 from d1.show.tables import markdown_table
 from pocket.recipes import ROOT
+from pocket.uncertainty import mean_of
+from smollm.report import ARMS
 from studies.claims import pocket_rows
 from studies.json_lines import read_lines
+from studies.reports import Interval, percent, points, scores
 from studies.training import accuracy
 
 SEEDS = 3
 # Task, lengths, and what the base solves of the test problems at each of them, in percent (greedy, so without seeds).
 BASES = {"sudoku": {32: 27.3, 40: 23.8}, "countdown": {24: 22.9, 32: 25.1}, "arithmetic": {32: 37.9, 40: 39.3}}
 EIGHT_SEEDS = ROOT / "pocket" / "sft_seeds.jsonl"
+SMOLLM = ROOT / "smollm" / "svamp.jsonl"  # the results.jsonl of one run
 
 
 def differences(task: str, length: int, name: str) -> list[float]:
@@ -49,7 +57,7 @@ def expected(values: list[float], spread: float, freedom: int) -> tuple[float, f
     return max(0.0, fmean(values) - half), min(100.0, fmean(values) + half)
 
 
-def table() -> str:
+def pocket_table() -> str:
     of_eight: dict[str, list[float]] = {}
     for line in read_lines(EIGHT_SEEDS):
         of_eight.setdefault(line["task"], []).append(100 * accuracy(line["right"]))
@@ -68,6 +76,23 @@ def table() -> str:
     return markdown_table(head, rows)
 
 
+def smollm_table() -> str:
+    """What each model of a run of `make smollm` solves, compared with the one that it was trained from."""
+    rows = []
+    before = None
+    for line in read_lines(SMOLLM):
+        right = scores([{**line, "seed": 0}])  # (1, problems)
+        share = float(right.mean())
+        gain = ""
+        if before is not None:
+            gain = points(mean_of(right - before))
+        interval = Interval(share, *wilson_interval(share, right.size))
+        rows.append([ARMS[line["arm"]], percent(interval), gain, f"{line['passes']:.1f}"])
+        before = right
+    head = ["SmolLM2-135M on SVAMP", f"solved, % of {right.size} test problems [95%]", "minus the row above [95%]"]
+    return markdown_table([*head, "passes per completion"], rows)
+
+
 def parts() -> dict[Path, str]:
     """Page -> the part of it that is written."""
-    return {ROOT / "README.md": table()}
+    return {ROOT / "README.md": f"{pocket_table()}\n{smollm_table()}"}
