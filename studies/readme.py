@@ -3,8 +3,7 @@
 Pocket models: the means are those of three seeds (pocket/RESULTS.md), with the range in which a further run is
 expected. It is the 95% prediction interval, mean +- t s sqrt(1 + 1/3), with the standard deviation s of the three seeds
 (two degrees of freedom). For SFT, s is that of the seeds 0 to 7 (pocket/sft_seeds.jsonl; seven degrees of freedom), on
-1,024 other problems of Sudoku, as many word problems, and the test problems of Countdown. On Sudoku and Countdown,
-these eight vary more than the three.
+1,024 other problems of Sudoku, as many word problems, and the test problems of Countdown.
 
 SmolLM2-135M: one run (smollm/svamp.jsonl), with Wilson's intervals, and t intervals of differences paired by problem.
 """

@@ -183,11 +183,12 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
         """TRL's batch of sampled and rewarded rows, with the record of the rollout and the rewards of its rows."""
         self.rows = rows
         batch = super()._generate_and_score_completions(rows)
-        # TRL compares a standard deviation with 0, from which rounding keeps that of equal rewards; with scale_rewards
-        # batch, it is that of all groups.
-        group = self.num_generations if self.model.training else self.num_generations_eval
-        rewards = self.accelerator.gather(self.row_rewards[REWARD]).view(-1, group)
-        self.replace_metric(EQUAL_REWARDS, has_equal_rewards(rewards).float().mean().item())
+        # TRL tests whether a standard deviation is 0. Rounding can prevent that for equal rewards; with scale_rewards
+        # batch, it is that of all groups together. The other aggregation scales the rewards of each function.
+        if self.multi_objective_aggregation == "sum_then_normalize":
+            group = self.num_generations if self.model.training else self.num_generations_eval
+            rewards = self.accelerator.gather(self.row_rewards[REWARD]).view(-1, group)
+            self.replace_metric(EQUAL_REWARDS, has_equal_rewards(rewards).float().mean().item())
         return batch | self.row_record() | self.row_rewards
 
     def row_record(self) -> Batch:

@@ -23,7 +23,7 @@ from d1.transformers_bridge import TrainerHooks
 
 CONFIGS = {"GRPOConfig": "d1.rl.DiffuGRPOConfig"}  # of TRL -> what a trainer here takes instead
 UNREAD_ARGUMENTS = {  # settings of `TrainingArguments` that no trainer here reads, and why
-    "label_smoothing_factor": "the loss is that of its paper, without smoothing",
+    "label_smoothing_factor": "the losses here have no label smoothing",
     "data_seed": "seed also orders the rows",
     "train_sampling_strategy": "rows come in random order, in global batches",
     "length_column_name": "rows are not sorted by length",
@@ -31,23 +31,28 @@ UNREAD_ARGUMENTS = {  # settings of `TrainingArguments` that no trainer here rea
 
 
 def check_arguments(args: Any) -> None:
-    """Refuse (ValueError) a config of TRL or of this library's commands as the `args` of a trainer: most of its
-    settings would not be read; and `UNREAD_ARGUMENTS` in those of Transformers."""
+    """Refuse (ValueError) `args` of a trainer whose settings would not be read: a config of TRL or of this library's
+    commands, and `UNREAD_ARGUMENTS` of Transformers' own."""
     if args is None:
         return
-    if type(args).__module__.partition(".")[0] not in ("trl", "d1"):
-        for name, reason in UNREAD_ARGUMENTS.items():
-            default = getattr(TrainingArguments, name)
-            value = getattr(args, name, default)
-            if value != default:
-                raise ValueError(f"{name}={value!r} would do nothing: {reason}; leave it out of the TrainingArguments")
-        return
-    if isinstance(args, TrainingArguments) and type(args).__module__.startswith("d1."):
-        return
     library = type(args).__module__.partition(".")[0]
+    if library not in ("trl", "d1"):
+        check_unread_arguments(args)
+        return
+    if isinstance(args, TrainingArguments) and library == "d1":
+        return
     config = type(args).__name__
     use = CONFIGS.get(config, "transformers.TrainingArguments")
     raise ValueError(f"args is {library}'s {config}, whose own settings this trainer does not read: use {use}(...)")
+
+
+def check_unread_arguments(args: Any) -> None:
+    """Refuse (ValueError) Transformers' arguments with one of `UNREAD_ARGUMENTS`."""
+    for name, reason in UNREAD_ARGUMENTS.items():
+        default = getattr(TrainingArguments, name)
+        value = getattr(args, name, default)
+        if value != default:
+            raise ValueError(f"{name}={value!r} would do nothing: {reason}; leave it out of the TrainingArguments")
 
 
 def loaded_model(model: Any) -> Any:

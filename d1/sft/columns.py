@@ -63,17 +63,21 @@ def one_exchange(question: Any, answer: Any, question_name: str, answer_name: st
 # --- Templates --------------------------------------------------------------------------------------------------------
 
 
+def require_cell(value: Any, name: str) -> None:
+    """Raise ValueError for a cell, or a part of one, that is null."""
+    if value is None:
+        raise ValueError(f"{name} is null, which --template cannot fill in")
+
+
 class Template(string.Formatter):
     """Fills format strings with cells, as `str.format_map`. Numbers have the digits of the file; true, false, lists
     and objects are JSON."""
 
     def get_field(self, field_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if field_name in kwargs:  # a name with dots or brackets, too
-            value, key = self.get_value(field_name, args, kwargs), field_name
-        else:
-            value, key = super().get_field(field_name, args, kwargs)
-        if value is None:
-            raise ValueError(f"{field_name} is null, which --template cannot fill in")
+            return self.get_value(field_name, args, kwargs), field_name
+        value, key = super().get_field(field_name, args, kwargs)
+        require_cell(value, field_name)
         if callable(value):  # such as `values` of an object
             raise ValueError(f"{field_name} is a method of Python: a field has brackets, as in {{meta[title]}}")
         return value, key
@@ -81,8 +85,7 @@ class Template(string.Formatter):
     def get_value(self, key: int | str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if isinstance(key, int):
             raise ValueError("--template needs the name of a column in each pair of braces, as in {question}")
-        if kwargs[key] is None:
-            raise ValueError(f"{key} is null, which --template cannot fill in")
+        require_cell(kwargs[key], key)
         return kwargs[key]
 
     def format_field(self, value: Any, format_spec: str) -> str:

@@ -63,7 +63,7 @@ def read_run(folder: Path) -> tuple[list[dict[str, Any]], float]:
 
     Raises:
         FileNotFoundError: the folder holds no run, or a run without a checkpoint.
-        ValueError: a file is damaged, or the run is none of diffu-GRPO.
+        ValueError: a file is damaged, or the run is of another stage.
     """
     states = [*folder.glob("trainer_state.json"), *folder.glob("checkpoint-*/trainer_state.json")]
     if not states or not (folder / "run.json").exists():

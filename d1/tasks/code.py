@@ -486,9 +486,18 @@ def extract(text: str) -> str | None:
     by_mark: dict[str, str] = {}
     program = ""
     for blanks, mark, lines in blocks:
-        program = re.sub(rf"^[ \t]{{0,{len(blanks)}}}", "", lines, flags=re.MULTILINE)  # a block may stand in a list
+        program = without_indentation(lines, blanks)
         by_mark["python" if mark.lower() in _PYTHON else mark] = program
     return by_mark.get("python", by_mark.get("", program)) or None
+
+
+def without_indentation(lines: str, blanks: str) -> str:
+    """The program of a block in a list, whose lines have the `blanks` before its fence. Without a definition behind
+    them, it is the body of a function, and stays as it is."""
+    is_indented = all(line.startswith(blanks) for line in lines.splitlines() if line.strip())
+    if is_indented and re.search(rf"^{blanks}(?:async def|class|def) ", lines, re.MULTILINE):
+        return re.sub(rf"^{blanks}", "", lines, flags=re.MULTILINE)
+    return lines
 
 
 def indent_as_in_text(answer: str, text: str) -> str:

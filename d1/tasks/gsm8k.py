@@ -35,7 +35,7 @@ _PUNCTUATION = re.compile(
     r"(?<=\n)[ \t]*[-–—―]\s+(?=\\?[$€£¥]?\s*[0-9][0-9.,]*\s+[A-Za-z]{2})"
 )
 _FRAC = re.compile(r"\\[dtc]?frac\s*(?:\{\s*(-?[0-9.]+)\s*\}|([0-9]))\s*(?:\{\s*([0-9.]+)\s*\}|([0-9]))")
-_OPEN_FRACTION = re.compile(r"\\[dtc]?frac(?![A-Za-z])")  # what `_FRAC` has left: its parts are no numbers
+_OPEN_FRACTION = re.compile(r"\\[dtc]?frac\s*(?=\{)")  # what `_FRAC` has left: its parts are no numbers
 _DECIMAL = r"(?:[0-9]+(?:\.[0-9]+)?|(?<![A-Za-z])\.[0-9]+)"  # "Rs.18" is 18
 _NUMBER = re.compile(
     rf"(?P<sign>(?<![0-9A-Za-z)}}\]])-\s?)?(?:(?P<whole>[0-9]+)\s+(?=[0-9]+/[0-9]))?"
@@ -144,11 +144,18 @@ def _is_in_fraction(text: str, position: int) -> bool:
     fractions = list(_OPEN_FRACTION.finditer(text, 0, position))
     if not fractions:
         return False
-    depth = parts = 0
+    depth = 0
+    closed_parts = 0
     for character in text[fractions[-1].end() : position]:
-        depth += (character == "{") - (character == "}")
-        parts += character == "}" and depth == 0
-    return parts < 2
+        if character == "{":
+            depth += 1
+        elif character == "}":
+            depth -= 1
+            if depth == 0:
+                closed_parts += 1
+        elif depth == 0 and not character.isspace():
+            return False  # the fraction is over; its second part may be one character without braces
+    return closed_parts < 2
 
 
 def _plain(text: str) -> str:

@@ -69,8 +69,8 @@ def load_rows(split: str, data_file: str | None = None) -> Dataset:
     source, rows = _read_rows(split, data_file)
     if "Numbers" not in rows.column_names:
         return task_rows(source, rows, _hub_row, NUMBER)
-    problems = task_rows(source, rows, _task_row, NUMBER)
-    return problems.select(_consistent_indices(source, rows))
+    problems, _ = _consistent_problems(source, rows)
+    return problems
 
 
 def _read_rows(split: str, data_file: str | None) -> tuple[str, Dataset]:
@@ -90,13 +90,15 @@ def _read_rows(split: str, data_file: str | None) -> tuple[str, Dataset]:
     return read_problems(split, data_file, (HUB, None), (HUB, None), COLUMNS, HUB_COLUMNS)
 
 
-def _consistent_indices(source: str, rows: Dataset) -> list[int]:
-    """The indices of the rows whose equation gives their answer; `_task_row` can read all rows."""
+def _consistent_problems(source: str, rows: Dataset) -> tuple[Dataset, list[int]]:
+    """The problems of the rows whose equation gives their answer, and the indices of these rows. ValueError for a row
+    that cannot be read."""
+    problems = task_rows(source, rows, _task_row, NUMBER)
     consistent = [index for index, row in enumerate(rows) if not _contradicts_itself(row)]
     excluded = len(rows) - len(consistent)
     if excluded:
         logger.info("%s: %d of %d rows do not give their own answer, left out", source, excluded, len(rows))
-    return consistent
+    return problems.select(consistent), consistent
 
 
 def _contradicts_itself(row: dict[str, Any]) -> bool:
@@ -136,7 +138,7 @@ def _template(row: dict[str, Any]) -> Template:
 def _number(value: Any, column: str) -> Fraction:
     try:
         number = Fraction(str(value).strip())
-        float(number)
+        float(number)  # too large a number is an OverflowError
     except (ValueError, ZeroDivisionError, OverflowError):
         raise ValueError(f"{column} must be numbers, got {value!r}") from None
     return number
@@ -208,12 +210,12 @@ def training_rows(seed: int, per_problem: int, data_file: str | None = None) -> 
         raise ValueError(
             f"{source} has no column Numbers: set D1_FILES to a folder with svamp/train.csv, or pass a file"
         )
-    task_rows(source, rows, _task_row, NUMBER)  # refuses a row that cannot be read
+    _, indices = _consistent_problems(source, rows)
     rng = random.Random(seed)
     question = PROTOCOLS["llada"]["QUESTION"]
     demonstrate_plainly = PROTOCOLS["llada"]["demonstrate"]
     questions = set()
-    for index in _consistent_indices(source, rows):
+    for index in indices:
         template = _template(rows[index])
         count = 0
         for _ in range(DRAWS):

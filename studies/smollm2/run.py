@@ -165,11 +165,10 @@ def names_in_work(study: Study) -> set[str]:
 def jobs_in_time(study: Study, until: float | None) -> list[Job]:
     """The jobs to do that can start before `until` and are expected to end by then. A job that needs one which cannot
     start any more, and which nobody does now, cannot start either."""
-    in_work = names_in_work(study)  # read first: a job that ends after it is among those that are done
+    reachable = names_in_work(study)  # read first: a job that ends after it is among those that are done
     missing = jobs_to_do(study)
     not_done = {job.name for job in missing}
     found = []
-    reachable = in_work
     for job in missing:  # those that it needs come before it
         in_time = until is None or time.time() + 60 * job.minutes < until
         if in_time and not_done.intersection((*job.reads, *job.after)) <= reachable:
@@ -181,13 +180,13 @@ def jobs_in_time(study: Study, until: float | None) -> list[Job]:
 def work(study: Study, until: float | None, only: str | None = None) -> None:
     """Does jobs that nobody else does, until none is left or startable in the time that is left; `only` names one."""
     while True:
-        fits = jobs_in_time(study, until)
+        candidates = jobs_in_time(study, until)
         not_done = {job.name for job in jobs_to_do(study)}
         if only is not None:
-            fits = [job for job in fits if job.name == only]
-        if not fits:
+            candidates = [job for job in candidates if job.name == only]
+        if not candidates:
             return
-        for job in fits:
+        for job in candidates:
             if not_done.isdisjoint((*job.reads, *job.after)) and try_job(study, job):
                 break
         else:
@@ -283,17 +282,17 @@ def main(args: argparse.Namespace) -> None:
         work(study, until, args.job)
     else:
         work_together(study, until, args.workers)
-    check_failures(study)
     left = [job.name for job in jobs_to_do(study)]
     logger.info("jobs that are left: %s", ", ".join(left) or "none")
+    check_failures(study)
 
 
 def check_failures(study: Study) -> None:
-    """Raises ValueError if jobs have failed, with the last line of each one's error."""
+    """Raise ValueError if jobs have failed, now or in an earlier command, with the last line of each one's error."""
     failed = []
     for name in sorted(study.failed()):
-        lines = study.path(f"failed/{name}").read_text().split("\n")
-        failed.append(f"{name} ({next((line for line in reversed(lines) if line.strip()), 'no message')})")
+        *_, error = study.path(f"failed/{name}").read_text().splitlines()
+        failed.append(f"{name} ({error})")
     if failed:
         folder = study.path("failed")
         raise ValueError(f"jobs have failed: {'; '.join(failed)}. To try one again, remove its file in {folder}")

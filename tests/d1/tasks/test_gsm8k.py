@@ -32,6 +32,8 @@ ANSWERS = {  # number -> texts from which an answer is read, but that are no gol
         "18 eggs for 2 days",
         "in 2 days she sells 18 eggs.",
         "9+9=18",
+        r"with \frac{\pi}2 it is 18",
+        r"with \frac ab it is 18",
     ),
     -3: ("it is - 3", "a loss of - 3", "it equals - 3", "10 - 13 = -3", "Answer: –3", "the loss is –3"),
     7: ("The answer – 7", "**7**", "*7*", "**$7**", "`7`", r"\mathbf{7}", "7 or 7.0"),
