@@ -37,11 +37,11 @@ def scores_of(folder: Path) -> dict[str, Scored]:
 
 
 def result_lines(scored: dict[str, Scored], name: str) -> list[dict[str, Any]]:
-    """For each arm the problems that its model solves: `right` has a digit per problem, 1 if it is solved."""
+    """For each model the problems that it solves: `right` has a digit per problem, 1 if it is solved."""
     lines = []
     for arm, (row, problems) in scored.items():
         right = "".join("1" if problem["accuracy"] else "0" for problem in problems)
-        lines.append({"task": name, "arm": arm, "right": right, "passes": row.forward_passes})
+        lines.append({"task": name, "model": ARMS[arm], "right": right, "passes": row.forward_passes})
     return lines
 
 

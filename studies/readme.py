@@ -20,7 +20,6 @@ from d1.eval.uncertainty import wilson_interval
 from d1.show.tables import markdown_table
 from pocket.recipes import ROOT
 from pocket.uncertainty import mean_of
-from smollm.report import ARMS
 from studies.claims import pocket_rows
 from studies.json_lines import read_lines
 from studies.reports import Interval, percent, points, scores
@@ -86,7 +85,7 @@ def smollm_table() -> str:
         if before is not None:
             gain = points(mean_of(right - before))
         interval = Interval(share, *wilson_interval(share, right.size))
-        rows.append([ARMS[line["arm"]], percent(interval), gain, f"{line['passes']:.1f}"])
+        rows.append([line["model"], percent(interval), gain, f"{line['passes']:.1f}"])
         before = right
     head = ["SmolLM2-135M on SVAMP", f"solved, % of {right.size} test problems [95%]", "minus the row above [95%]"]
     return markdown_table([*head, "passes per completion"], rows)

@@ -69,6 +69,7 @@ RL = {**SAMPLING, **{place: times for place, times in SCORING.items() if "paddin
     "d1/rl/batch.py completion_ids_of": (1, "rollout"),
     "d1/runs/trainer.py RunTrainer.require_finite": (1, "batch"),
     "d1/rl/bridge.py CanvasGRPOTrainer._calculate_rewards": (1, "rollout"),  # the rewards, made on the host
+    "d1/rl/bridge.py CanvasGRPOTrainer.sampled_batch": (1, "rollout"),  # groups with equal rewards, for the log
     "d1/rl/batch.py first_equal_updates": (1, "rollout"),  # are equal views to be scored once?
     "d1/rl/batch.py prompt_masked": (1, "rollout"),  # for the log, as the next four
     "d1/rl/batch.py sampling_gap": (2, "batch of a first update"),

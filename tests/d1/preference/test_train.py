@@ -106,9 +106,10 @@ def test_neither_accumulation_nor_processes_change_a_run(flags, tmp_path):
     run([*shared, "--batch_size", "1", "--grad_accum_steps", "4", "--views_at_once", "2"], parts)
     forks.finish(start([*shared, *HALF], both, 2, ACCELERATE_USE_CPU="true"), both / "log")
     assert_two_processes(both, "MULTI_CPU")
+    assert len(logged(one, "loss")) == 10
     for name in ("loss", "grad_norm", "rewards/chosen", "rewards/margins", "logps/rejected", "compute_tokens"):
+        assert logged(one, name)  # a step may have completions of one label only
         for folder in (parts, both):
-            assert len(logged(one, name)) == 10
             assert logged(folder, name) == pytest.approx(logged(one, name), rel=2e-3, abs=1e-6), name
 
 
