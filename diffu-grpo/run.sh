@@ -37,6 +37,11 @@ if [ -n "${CONFIG:-}" ]; then # a complete yaml, such as pocket.yaml, whose batc
             exit 1
         fi
     done
+    if [ "$NODES" -gt 1 ]; then
+        echo "run.sh: NODES is not read with CONFIG, which runs on this machine alone: start accelerate launch on each" \
+            "node instead" >&2
+        exit 1
+    fi
     exec "$PYTHON" -m accelerate.commands.launch --quiet --num_processes "${GPUS:-1}" --num_machines 1 \
         --mixed_precision no --dynamo_backend no diffu_grpo_train.py --config "$CONFIG" "$@"
 fi

@@ -64,8 +64,11 @@ def run_phases(phases: Sequence[Phase], state_dir: Path, jobs: int, console: Con
     for known, found in (state["commands"], commands), (state["contents"], contents):
         for name, value in found.items():
             if known.setdefault(name, value) != value:
-                what = "commands" if found is commands else f"contents of {name}"
-                raise PhaseError(f"{state_dir} was made with other {what}: remove that folder to start again")
+                what = f"another command of the stage {name}" if found is commands else f"other contents of {name}"
+                raise PhaseError(
+                    f"{state_dir} was made with {what}: to continue it, repeat its settings and files; to start again, "
+                    "give another output folder"
+                )
     seconds, done, logs = state["seconds"], state["done"], {name: state_dir / f"{name}.log" for name in commands}
     running: dict[str, tuple[subprocess.Popen, float]] = {}
 

@@ -261,7 +261,7 @@ def test_phases_run_in_order_once_and_a_failure_shows_its_log(tmp_path):
     run(good, "state")
     run(good, "state")
     assert log.read_text() == "ab"
-    with pytest.raises(PhaseError, match="made with other commands"):
+    with pytest.raises(PhaseError, match="was made with another command of the stage a: to continue it"):
         run([phase("a", "", "--other")], "state")
     model = shutil.copytree(ROOT / "pocket/base", tmp_path / "base")
     (tmp_path / "rows.jsonl").write_text("1")
@@ -270,7 +270,7 @@ def test_phases_run_in_order_once_and_a_failure_shows_its_log(tmp_path):
     for file, name in (model / "config.json", "base"), (tmp_path / "rows.jsonl", "rows.jsonl"):
         before = file.read_text()
         file.write_text(before + " ")
-        with pytest.raises(PhaseError, match=f"was made with other contents of .*{name}: remove that folder"):
+        with pytest.raises(PhaseError, match=f"was made with other contents of .*{name}: to continue it"):
             run(named, "named")
         file.write_text(before)
     run(named, "named")

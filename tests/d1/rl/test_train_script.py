@@ -646,6 +646,13 @@ def test_a_variable_that_a_config_leaves_unread_is_refused(name):
     assert f"run.sh: {name} is not read with CONFIG: give the flag instead" in done.stderr
 
 
+def test_several_nodes_with_a_config_are_refused():
+    environment = {"PATH": "/usr/bin:/bin", "CONFIG": "pocket.yaml", "NODES": "2"}
+    done = subprocess.run(["bash", "run.sh"], cwd=STAGE, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "run.sh: NODES is not read with CONFIG, which runs on this machine alone" in done.stderr
+
+
 def test_without_a_method_all_is_d1s(tmp_path):
     args = settings_of("run.sh", tmp_path)
     expected = {"method": "d1", "run_name": "gsm8k_LLaDA-8B-Instruct_mu12", "objective": "trl", "estimator": "one_step"}
