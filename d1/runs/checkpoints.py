@@ -176,8 +176,8 @@ def checkpoint_to_resume(output_dir: str | Path, resume: str | bool | None) -> P
     run_folder = Path(output_dir).resolve()
     if holds_run and run_folder not in (folder.resolve(), folder.absolute().parent.resolve()):
         raise ValueError(
-            f"--resume {resume} lies outside {output_dir}, which holds a run already ({state}): copy the checkpoint "
-            "into this folder if it is of the same run, or write to another folder"
+            f"--resume {resume} is not directly in {output_dir}, which holds a run already ({state}): copy the "
+            "checkpoint into this folder if it is of the same run, or write to another folder"
         )
     return folder
 

@@ -168,7 +168,8 @@ class SamplingSettings:
         of_edits = any(value is not None for value in (self.edit_threshold, self.max_post_steps, self.editing))
         drawn_apart = (self.top_k, self.top_p) != (0, 1) or self.record_as_sampled
         wrong = {  # message -> whether it is so; the first one is raised
-            f"kv_cache={self.kv_cache!r} {ignored} cached one": self.kv_cache is not None and self.cache is None,
+            f"kv_cache={self.kv_cache!r} {ignored} cached one, or leave kv_cache out (in RL --kv_cache none, if a "
+            "method sets it)": self.kv_cache is not None and self.cache is None,
             f"edit_threshold, max_post_steps and editing {ignored} parallel one": of_edits and self.rule is None,
             "max_post_steps would be ignored: nothing is edited without edit_threshold or editing": (
                 self.max_post_steps is not None and self.edits is None
