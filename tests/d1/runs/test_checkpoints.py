@@ -43,7 +43,7 @@ def test_a_checkpoint_of_another_run_is_refused_in_a_folder_with_a_run(tmp_path:
     for path in (other, state):
         path.mkdir(parents=True)
         (path / "trainer_state.json").write_text("{}")
-    message = rf"--resume {other} is not directly in .*run, which holds a run already \({last}\): copy the checkpoint into"
+    message = rf"--resume {other} is not directly in .*run, which holds a run already \({last}\): copy the"
     with pytest.raises(ValueError, match=message):
         checkpoint_to_resume(folder, str(other))
     assert checkpoint_to_resume(tmp_path / "new", str(other)) == other
