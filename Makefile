@@ -29,13 +29,13 @@ demo test test-core test-versions test-sglang bench: export HF_HUB_OFFLINE = 1
 demo test test-core test-versions test-sglang bench: export WANDB_MODE = disabled
 
 demo: .venv/.demo
-	python -m pocket.demo --task $(TASK) --seed $(SEED) $(ARGS)
+	.venv/bin/python -m pocket.demo --task $(TASK) --seed $(SEED) $(ARGS)
 
 smollm: .venv/.smollm
-	python -m smollm.run --seed $(SEED) $(ARGS)
+	.venv/bin/python -m smollm.run --seed $(SEED) $(ARGS)
 
 test: .venv/.test
-	python -m pytest -n 2 --dist loadfile $(ARGS)
+	.venv/bin/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 # The core: formulas, samplers, losses and trainers in one process. Left out: other rooms, converted and published models,
 # several processes, whole commands, and every kind of model with every setting.
@@ -55,7 +55,7 @@ CORE = test_masking.py test_mask_rule.py test_closed_core.py \
     runs/test_checkpoints.py runs/test_flag_names.py runs/test_record.py
 
 test-core: .venv/.test
-	python -m pytest -n 2 --dist loadfile $(addprefix tests/d1/,$(CORE)) $(ARGS)
+	.venv/bin/python -m pytest -n 2 --dist loadfile $(addprefix tests/d1/,$(CORE)) $(ARGS)
 
 test-versions: .venv-oldest/.made .venv-newest/.made
 	failed=; for end in oldest newest; do \
@@ -77,18 +77,18 @@ test-sglang: .venv-sglang/.made
 	touch $@
 
 bench: .venv/.demo
-	python -m benchmarks.bench all
+	.venv/bin/python -m benchmarks.bench all
 
 studies: .venv/.demo
-	python -m studies.write
+	.venv/bin/python -m studies.write
 
 docs: .venv/.docs
-	python -m mkdocs build --strict
+	.venv/bin/python -m mkdocs build --strict
 
 lint: .venv/.dev
-	ruff check .
-	ruff format --check .
-	mypy
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
 
 clean:
 	rm -rf .venv .venv-oldest .venv-newest .venv-sglang build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

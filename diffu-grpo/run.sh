@@ -14,8 +14,8 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
-if [ -n "${CUDA_VISIBLE_DEVICES:-}" ]; then
-    visible=$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c .)
+if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then # CUDA reads the list up to its first negative number; empty: no GPU
+    visible=$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | sed '/^ *-/,$d' | grep -c . || true)
 elif command -v nvidia-smi >/dev/null; then
     visible=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
 else
@@ -23,6 +23,22 @@ else
 fi
 NODES=${NODES:-1}
 PYTHON=${PYTHON:-python}
+if [ -z "${CONFIG:-}" ]; then # mu, the temperature and the folder follow from these, also if they are flags
+    flag=
+    for word in "$@"; do
+        case $flag in
+            --method) METHOD=$word ;;
+            --dataset) DATASET=$word ;;
+            --model_path) MODEL_PATH=$word ;;
+        esac
+        case $word in
+            --method=*) METHOD=${word#*=} ;;
+            --dataset=*) DATASET=${word#*=} ;;
+            --model_path=*) MODEL_PATH=${word#*=} ;;
+        esac
+        flag=$word
+    done
+fi
 if [ -n "${METHOD:-}" ]; then
     set -- --method "$METHOD" "$@"
 fi
@@ -65,7 +81,7 @@ else
     suffix=_$(basename "$METHOD" .py)
 fi
 suffix+=${NUM_ITER:+_mu$NUM_ITER}
-RUN_NAME=${RUN_NAME:-${RUN_PREFIX:-${DATASET}_$(basename "$MODEL_PATH")}$suffix}
+RUN_NAME=${RUN_NAME:-${RUN_PREFIX:-$(basename "$DATASET" .py)_$(basename "$MODEL_PATH")}$suffix}
 OUTPUT_DIR=${OUTPUT_DIR:-../runs/$RUN_NAME}
 if [ "$GPUS" -eq 0 ]; then
     ACCELERATE_CONFIG=${ACCELERATE_CONFIG:-../launch/cpu.yaml}

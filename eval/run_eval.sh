@@ -56,6 +56,6 @@ for task in ${TASKS:-gsm8k math countdown sudoku}; do
         ${BLOCK_LENGTH:+--block_length "$BLOCK_LENGTH"} \
         --batch_size "${BATCH_SIZE:-8}" \
         --output_dir "$output_dir" \
-        "${limit[@]}" "${extra[@]}"
+        ${limit[@]+"${limit[@]}"} ${extra[@]+"${extra[@]}"} # bash before 4.4 calls an empty list unbound
 done
 echo "Now: python parse_and_get_acc.py $output_dir"

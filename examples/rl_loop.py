@@ -10,6 +10,7 @@ other methods and samplers; without these, its updates are the ones below (`test
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -147,6 +148,7 @@ def main(args: argparse.Namespace) -> None:
     s, task = Settings(), load_task(args.task)
     model, reference = load_model(args.model_path), load_model(args.model_path).eval()
     rows = task.load_rows("train").shuffle(seed=s.seed).to_list()
+    rows = rows * math.ceil(args.rollouts * s.prompts / len(rows))  # again from the first row after the last one
     batches = [rows[start : start + s.prompts] for start in range(0, args.rollouts * s.prompts, s.prompts)]
     for metrics in train(model, reference, load_tokenizer(args.model_path), task.REWARDS, batches, s):
         sys.stdout.write("  ".join(f"{name} {value:.3g}" for name, value in metrics.items()) + "\n")

@@ -105,6 +105,8 @@ def main(args: argparse.Namespace) -> None:
     s, tokenizer = Settings(), load_tokenizer(args.model_path)
     with open(args.train_data, encoding="utf-8") as file:
         rows = [json.loads(line) for line in file]
+    if args.steps * s.batch_size > len(rows):
+        raise SystemExit(f"--steps {args.steps}: {len(rows)} rows are {len(rows) // s.batch_size} steps of one epoch")
     order = torch.randperm(len(rows), generator=keyed_generator(s.seed)).tolist()[: args.steps * s.batch_size]
     encoded = [(number, *encode(tokenizer, rows[number], s.eos_padding)) for number in order]
     batches = [encoded[start : start + s.batch_size] for start in range(0, len(encoded), s.batch_size)]

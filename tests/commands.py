@@ -166,4 +166,5 @@ def check_make(arguments: list[str]) -> None:
         assert re.search(rf"^{name} \?=", (ROOT / "Makefile").read_text(), re.MULTILINE), f"no variable {name}"
     environment = {"PATH": os.environ["PATH"]}  # without the variables of a make that runs this test
     said = subprocess.check_output(["make", "-n", *arguments], env=environment, cwd=ROOT, timeout=60, text=True)
-    check_script("\n".join(line for line in said.splitlines() if line.startswith("python ")))
+    lines = [line.removeprefix(".venv/bin/") for line in said.splitlines()]
+    check_script("\n".join(line for line in lines if line.startswith("python ") and " -m pip " not in line))

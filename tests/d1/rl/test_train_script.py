@@ -646,6 +646,32 @@ def test_a_variable_that_a_config_leaves_unread_is_refused(name):
     assert f"run.sh: {name} is not read with CONFIG: give the flag instead" in done.stderr
 
 
+@pytest.mark.parametrize("form", ["words", "equals signs"])
+def test_flags_choose_the_settings_of_run_sh_as_variables_do(form, tmp_path):
+    flags = {"--dataset": "sudoku", "--method": "espo", "--model_path": "a/model"}
+    words = [part for pair in flags.items() for part in pair]
+    if form == "equals signs":
+        words = ["=".join(pair) for pair in flags.items()]
+    found = settings_of("run.sh", tmp_path, words)
+    expected = settings_of("run.sh", tmp_path, DATASET="sudoku", METHOD="espo", MODEL_PATH="a/model")
+    for name in ("dataset", "method", "model_path", "num_iterations", "temperature", "run_name", "output_dir"):
+        assert getattr(found, name) == getattr(expected, name), name
+    assert found.output_dir == "../runs/sudoku_model_espo"
+    found = settings_of("run.sh", tmp_path, ["--dataset", "../tests/own_task.py"])
+    assert found.output_dir == "../runs/own_task_LLaDA-8B-Instruct_mu12"
+
+
+@pytest.mark.parametrize(
+    ("visible", "processes"), [("", 0), ("-1", 0), (",", 0), ("0", 1), ("3,1", 2), ("0,-1,2", 1), ("GPU-a,GPU-b", 2)]
+)
+def test_run_sh_counts_gpus_as_cuda_does(visible, processes, tmp_path):
+    settings = {"CUDA_VISIBLE_DEVICES": visible, "MODEL_PATH": "a/model"}
+    (call,) = calls_of(STAGE / "run.sh", [], settings, tmp_path)
+    flags = flags_of(call)
+    assert flags["--num_processes"] == str(max(processes, 1))
+    assert (Path(flags["--config_file"]).name == "cpu.yaml") == (processes == 0)
+
+
 def test_several_nodes_with_a_config_are_refused():
     environment = {"PATH": "/usr/bin:/bin", "CONFIG": "pocket.yaml", "NODES": "2"}
     done = subprocess.run(["bash", "run.sh"], cwd=STAGE, env=environment, capture_output=True, text=True, check=False)
