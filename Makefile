@@ -18,6 +18,7 @@ SEED ?= 0
 TASK ?= sudoku
 ARGS ?=
 
+# For what the programs start; make 3.81 (macOS) does not search it for the programs themselves.
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
 .PHONY: demo smollm test test-core test-versions test-sglang bench studies docs lint clean
