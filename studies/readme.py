@@ -16,13 +16,12 @@ from statistics import fmean, stdev
 
 from scipy import stats
 
-from d1.eval.uncertainty import wilson_interval
 from d1.show.tables import markdown_table
 from pocket.recipes import ROOT
 from pocket.uncertainty import mean_of
 from studies.claims import pocket_rows
 from studies.json_lines import read_lines
-from studies.reports import Interval, percent, points, scores
+from studies.reports import percent, points, scores, share_of_one_run
 from studies.training import accuracy
 
 SEEDS = 3
@@ -80,12 +79,10 @@ def smollm_table() -> str:
     before = None
     for line in read_lines(SMOLLM):
         right = scores([{**line, "seed": 0}])  # (1, problems)
-        share = float(right.mean())
         gain = ""
         if before is not None:
             gain = points(mean_of(right - before))
-        interval = Interval(share, *wilson_interval(share, right.size))
-        rows.append([line["model"], percent(interval), gain, f"{line['passes']:.1f}"])
+        rows.append([line["model"], percent(share_of_one_run(right)), gain, f"{line['passes']:.1f}"])
         before = right
     head = ["SmolLM2-135M on SVAMP", f"solved, % of {right.size} test problems [95%]", "minus the row above [95%]"]
     return markdown_table([*head, "passes per completion"], rows)

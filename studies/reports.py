@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from d1.eval.uncertainty import wilson_interval
 from pocket.uncertainty import Mean, mean_of
 
 BEGIN, END = "<!-- begin: written by `make studies` -->", "<!-- end -->"
@@ -50,6 +51,12 @@ def p_above(scores: np.ndarray, least: float) -> float | None:
     not tested."""
     found = mean_of(scores - least)
     return None if found.p is None else found.p / 2 if found.value > 0 else 1 - found.p / 2
+
+
+def share_of_one_run(right: np.ndarray) -> Interval:
+    """The share of the problems (1, problems) that one run solves, with Wilson's interval."""
+    share = float(right.mean())
+    return Interval(share, *wilson_interval(share, right.size))
 
 
 def percent(mean: Mean | Interval) -> str:

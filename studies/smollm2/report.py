@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from d1.eval.uncertainty import wilson_interval
 from d1.show.tables import markdown_table
 from pocket.uncertainty import mean_of
 from studies.json_lines import read_lines
-from studies.reports import Interval, holm, percent, points
+from studies.reports import holm, percent, points, share_of_one_run
 from studies.smollm2.run import DATA, jobs
 from studies.smollm2.steps import ARMS, RATES, SEEDS, Lines, best_arm, best_rate, rate_of_later_runs
 
@@ -35,8 +34,7 @@ def share(runs: Sequence[Mapping[str, Any]], split: str) -> str:
     right = right_of(runs, split)
     if len(runs) > 1:
         return percent(mean_of(right))
-    value = float(right.mean())
-    return percent(Interval(value, *wilson_interval(value, right.size)))
+    return percent(share_of_one_run(right))
 
 
 def conversion_table(lines: Lines) -> str:

@@ -19,7 +19,7 @@ import multiprocessing
 import os
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -162,12 +162,11 @@ def names_in_work(study: Study) -> set[str]:
     return found
 
 
-def jobs_in_time(study: Study, until: float | None) -> list[Job]:
-    """The jobs to do that can start before `until` and are expected to end by then. A job that needs one which cannot
-    start any more, and which nobody does now, cannot start either."""
-    reachable = names_in_work(study)  # read first: a job that ends after it is among those that are done
-    missing = jobs_to_do(study)
+def jobs_in_time(missing: Sequence[Job], in_work: set[str], until: float | None) -> list[Job]:
+    """Those of the `missing` jobs that can start before `until` and are expected to end by then. A job that needs one
+    which cannot start any more, and which nobody does now (`in_work`), cannot start either."""
     not_done = {job.name for job in missing}
+    reachable = set(in_work)
     found = []
     for job in missing:  # those that it needs come before it
         in_time = until is None or time.time() + 60 * job.minutes < until
@@ -180,8 +179,10 @@ def jobs_in_time(study: Study, until: float | None) -> list[Job]:
 def work(study: Study, until: float | None, only: str | None = None) -> None:
     """Does jobs that nobody else does, until none is left or startable in the time that is left; `only` names one."""
     while True:
-        candidates = jobs_in_time(study, until)
-        not_done = {job.name for job in jobs_to_do(study)}
+        in_work = names_in_work(study)  # read first: a job that ends after it is among those that are done
+        missing = jobs_to_do(study)
+        not_done = {job.name for job in missing}
+        candidates = jobs_in_time(missing, in_work, until)
         if only is not None:
             candidates = [job for job in candidates if job.name == only]
         if not candidates:

@@ -220,22 +220,27 @@ def test_no_job_starts_that_does_not_fit_into_the_time_that_is_left(tmp_path, mo
     assert study.lines() == {}
 
 
+def names_in_time(study, until):
+    found = run.jobs_in_time(run.jobs_to_do(study), run.names_in_work(study), until)
+    return [job.name for job in found]
+
+
 def test_a_worker_does_not_wait_for_jobs_that_need_one_that_cannot_start_any_more(tmp_path, monkeypatch):
     reader = run.Job("reader", lambda study: {}, reads=("long",), minutes=0.1)
     after = run.Job("after", lambda study: {}, after=("reader",), minutes=0.1)
     one_after_another(monkeypatch, run.Job("long", lambda study: {}, minutes=5), reader, after)
     study = steps.Study("", tmp_path, tmp_path / "runs.jsonl")
     until = time.time() + 60
-    assert run.jobs_in_time(study, until) == []
+    assert names_in_time(study, until) == []
     run.work(study, until)
     assert time.time() < until - 30
-    assert [job.name for job in run.jobs_in_time(study, time.time() + 400)] == ["long", "reader", "after"]
+    assert names_in_time(study, time.time() + 400) == ["long", "reader", "after"]
 
     # Another worker does it, so its end is waited for.
     (tmp_path / "locks").mkdir()
     with (tmp_path / "locks" / "long").open("a") as claim:
         fcntl.flock(claim, fcntl.LOCK_EX)
-        assert [job.name for job in run.jobs_in_time(study, until)] == ["reader", "after"]
+        assert names_in_time(study, until) == ["reader", "after"]
 
 
 def test_the_peak_of_a_job_is_not_that_of_a_job_that_failed_before_it(tmp_path, monkeypatch):
