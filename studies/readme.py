@@ -1,4 +1,4 @@
-"""The tables of README.md: what each stage of the demo and of `make smollm` solves.
+"""The tables of README.md: what each stage of the demo and of `make smollm` solves; and docs/smollm2.md's times.
 
 Pocket models: the means are those of three seeds (pocket/RESULTS.md), with the range in which a further run is
 expected. It is the 95% prediction interval, mean +- t s sqrt(1 + 1/3), with the standard deviation s of the three seeds
@@ -6,6 +6,7 @@ expected. It is the 95% prediction interval, mean +- t s sqrt(1 + 1/3), with the
 1,024 other problems of Sudoku, as many word problems, and the test problems of Countdown.
 
 SmolLM2-135M: one run (smollm/svamp.jsonl), with Wilson's intervals, and t intervals of differences paired by problem.
+The times of its stages (smollm/stages.jsonl) are those of its logs; those of RL's steps are there one by one.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ SEEDS = 3
 BASES = {"sudoku": {32: 27.3, 40: 23.8}, "countdown": {24: 22.9, 32: 25.1}, "arithmetic": {32: 37.9, 40: 39.3}}
 EIGHT_SEEDS = ROOT / "pocket" / "sft_seeds.jsonl"
 SMOLLM = ROOT / "smollm" / "svamp.jsonl"  # the results.jsonl of one run
+STAGES = ROOT / "smollm" / "stages.jsonl"  # times of the same run
+LAST = 50  # logs of RL, two optimizer steps each: its second half, beside which no other program ran
 
 
 def differences(task: str, length: int, name: str) -> list[float]:
@@ -88,6 +91,21 @@ def smollm_table() -> str:
     return markdown_table([*head, "passes per completion"], rows)
 
 
+def stages_table() -> str:
+    """Hours and memory of the stages of the same run."""
+    rows = []
+    for line in read_lines(STAGES):
+        seconds, memory = line.get("seconds"), line.get("peak_memory_gb")
+        if seconds is None:
+            seconds = line["steps"] * fmean(line["seconds_of_step"][-LAST:])
+        per_step = f"{seconds / line['steps']:.1f}" if "steps" in line else ""
+        rows.append([f"`{line['stage']}`", per_step, f"{seconds / 3600:.2f}", f"{memory:.1f}" if memory else ""])
+    return markdown_table(["stage", "seconds per optimizer step", "hours", "peak, GB"], rows)
+
+
 def parts() -> dict[Path, str]:
     """Page -> the part of it that is written."""
-    return {ROOT / "README.md": f"{pocket_table()}\n{smollm_table()}"}
+    return {
+        ROOT / "README.md": f"{pocket_table()}\n{smollm_table()}",
+        ROOT / "docs" / "smollm2.md": stages_table(),
+    }
