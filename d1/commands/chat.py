@@ -117,7 +117,9 @@ def canvas_text(tokenizer: Any, ids: list[int]) -> str:
     """A canvas with its masks as text; other special tokens are left out."""
     special = {*tokenizer.all_special_ids} - {tokenizer.mask_token_id}
     text = tokenizer.decode([token for token in ids if token not in special])
-    return harmless(text.replace(tokenizer.mask_token, MASK))
+    if tokenizer.mask_token is not None:  # models with uniform noise need none
+        text = text.replace(tokenizer.mask_token, MASK)
+    return harmless(text)
 
 
 def run(args: ChatFlags) -> None:

@@ -672,6 +672,8 @@ def about_loss(settings: Settings) -> Iterator[str]:
             f"the penalty {settings.kl} is averaged by loss_type, and {settings.loss_type} is not one of "
             f"{', '.join(MEANS)}"
         )
+    if settings.sync_ref_model and not settings.needs_reference:
+        yield "sync_ref_model changes a reference model, and this run has none: set it to false, or use a KL to one"
     if settings.use_bias_correction_kl and not settings.has_trls_kl:
         yield "use_bias_correction_kl belongs to TRL's own KL: it needs --objective trl --kl k3"
     if settings.router_aux_loss_coef:

@@ -514,8 +514,8 @@ async def stream_rows(
     versions: dict[int, str] = {}  # of the weights that gave what was passed on
     make_chunk = partial(envelope, object_name, server.name, rows)
     async with aclosing(read_events(server.engine, rows, submit(server.engine, rows), choices)) as events:
-        yield server_sent_event(make_chunk([choice_of(index, "", None, kind) for index in range(len(rows))]))
         try:
+            yield server_sent_event(make_chunk([choice_of(index, "", None, kind) for index in range(len(rows))]))
             async for index, event in events:
                 choice = choices[index]
                 if isinstance(event, Revealed):
@@ -534,6 +534,8 @@ async def stream_rows(
         except Stopped as error:
             yield server_sent_event({"error": {"message": str(error), "code": error.status}})
             return
+        finally:
+            server.engine.drop(rows)  # `events` does not, if the client leaves before it begins
     if with_usage:
         yield server_sent_event(make_chunk([], usage=usage(rows, choices)))
     yield server_sent_event("[DONE]")

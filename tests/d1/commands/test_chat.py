@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from d1.__main__ import main, make_parser
+from d1.commands.chat import canvas_text
 from d1.masking import keyed_generator
 from d1.models import load_model, load_tokenizer
 from d1.sampling import generate
@@ -180,3 +181,13 @@ def test_on_a_terminal_an_answer_comes_into_focus_and_ctrl_c_stops_it_and_not_th
     assert frames == sorted(frames, reverse=True)
     chat.type("\x04")
     assert os.waitpid(chat.process, 0)[1] == 0
+
+
+def test_a_canvas_is_shown_where_the_tokenizer_has_no_mask_token():
+    """Models with uniform noise need none."""
+    tokenizer = load_tokenizer(POCKET[1])
+    ids = [tokenizer.vocab_size - 1, tokenizer.mask_token_id]
+    shown = canvas_text(tokenizer, ids)
+    assert shown.endswith(MASK)
+    tokenizer.mask_token = None
+    assert canvas_text(tokenizer, ids[:1]) == shown.removesuffix(MASK).rstrip()

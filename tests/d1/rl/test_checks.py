@@ -211,6 +211,7 @@ REFUSED = [
     ({"method": "wd1", "loss_type": "luspo"}, "reinforce has no loss_type luspo: use one of sum, grpo"),
     ({"method": "spg", "beta": 0.1}, "and no KL can be computed from bounds: set --beta 0"),
     ({"kl": "k3_again", "loss_type": "cispo"}, "k3_again is averaged by loss_type, and cispo is not one of sum, "),
+    ({"method": "tracerl", "sync_ref_model": True}, "sync_ref_model changes a reference model, and this run has none"),
     ({"method": "espo", "use_bias_correction_kl": True}, "use_bias_correction_kl belongs to TRL's own KL"),
     (BUDGET | {"lr_scheduler_type": "cosine"}, "lr_scheduler_type cosine needs max_steps: use .* linear"),
     (BUDGET | {"lr_scheduler_type": "linear", "warmup_steps": 3}, "warmup_steps: a linear learning rate .* 0"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import shutil
@@ -24,8 +25,9 @@ from d1.commands.serve import hosts
 from d1.models import load_model
 from d1.sampling import SamplingSettings
 from d1.serve import app
+from d1.serve.answers import Choice
 from d1.serve.engine import key_of
-from d1.serve.requests import Server
+from d1.serve.requests import Completion, Server, stream_rows
 from tests.conftest import save_tiny_model
 from tests.d1.serve.serving import EXACT, SAMPLERS, alone, asked, check, serving
 from tests.faults import with_nan
@@ -699,3 +701,17 @@ def test_an_endpoint_is_a_route_of_a_router(tiny_model_dir, monkeypatch):
         assert get(f"{served.url}/mine").json() == {"name": "tiny"}
         refused = get(f"{served.url}/mine", params={"wrong": True})
         assert (refused.status_code, refused.json()["error"]["message"]) == (404, "there is none")
+
+
+def test_a_client_that_leaves_a_stream_at_its_start_stops_its_rows(tiny_model_dir):
+    async def leave(server: Server) -> None:
+        rows = server.rows_of_openai(Completion(prompt=[5, 6, 7], max_tokens=8, stream=True))
+        choices = [Choice(server.tokenizer, row.ends, ()) for row in rows]
+        events = stream_rows(server, rows, choices, "text_completion", with_usage=False)
+        await anext(events)
+        assert len(server.engine.waiting) == 1
+        await events.aclose()
+
+    with serving(tiny_model_dir) as served, served.paused():
+        asyncio.run(leave(served.server))
+        assert not served.engine.waiting
