@@ -6,7 +6,7 @@ expected. It is the 95% prediction interval, mean +- t s sqrt(1 + 1/3), with the
 1,024 other problems of Sudoku, as many word problems, and the test problems of Countdown.
 
 SmolLM2-135M: one run (smollm/svamp.jsonl), with Wilson's intervals, and t intervals of differences paired by problem.
-The times of its stages (smollm/stages.jsonl) are those of its logs; those of RL's steps are there one by one.
+smollm/stages.jsonl has the times in its logs: one per stage, and for RL one per two optimizer steps.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BASES = {"sudoku": {32: 27.3, 40: 23.8}, "countdown": {24: 22.9, 32: 25.1}, "ari
 EIGHT_SEEDS = ROOT / "pocket" / "sft_seeds.jsonl"
 SMOLLM = ROOT / "smollm" / "svamp.jsonl"  # the results.jsonl of one run
 STAGES = ROOT / "smollm" / "stages.jsonl"  # times of the same run
-LAST = 50  # logs of RL, two optimizer steps each: its second half, beside which no other program ran
+LAST_LOGS = 50  # the second half of RL, with a log per two optimizer steps: tests used the cores during the first half
 
 
 def differences(task: str, length: int, name: str) -> list[float]:
@@ -97,7 +97,7 @@ def stages_table() -> str:
     for line in read_lines(STAGES):
         seconds, memory = line.get("seconds"), line.get("peak_memory_gb")
         if seconds is None:
-            seconds = line["steps"] * fmean(line["seconds_of_step"][-LAST:])
+            seconds = line["steps"] * fmean(line["seconds_of_step"][-LAST_LOGS:])
         per_step = f"{seconds / line['steps']:.1f}" if "steps" in line else ""
         rows.append([f"`{line['stage']}`", per_step, f"{seconds / 3600:.2f}", f"{memory:.1f}" if memory else ""])
     return markdown_table(["stage", "seconds per optimizer step", "hours", "peak, GB"], rows)

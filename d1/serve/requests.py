@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import re
 import uuid
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from ipaddress import ip_address
@@ -454,8 +454,10 @@ def join_parts(content: str | list[Part]) -> str:
 Events = asyncio.Queue[tuple[int, Event]]  # each with the number of its row
 
 
-def submit(engine: Engine, rows: Sequence[Row]) -> Events:
-    """Hands rows to the engine; their events come to the running loop. Raises QueueFull."""
+@contextmanager
+def submitted(engine: Engine, rows: Sequence[Row]) -> Iterator[Events]:
+    """Hands rows to the engine; their events come to the running loop. Rows that have not ended are dropped when the
+    block is left. Raises QueueFull."""
     events: Events = asyncio.Queue()
     loop = asyncio.get_running_loop()
 
@@ -465,39 +467,39 @@ def submit(engine: Engine, rows: Sequence[Row]) -> Events:
     for index, row in enumerate(rows):
         row.on_event = partial(put_event, index)
     engine.submit(rows)
-    return events
+    try:
+        yield events
+    finally:
+        engine.drop(rows)
 
 
 async def read_events(
     engine: Engine, rows: Sequence[Row], events: Events, choices: Sequence[Choice] = ()
 ) -> AsyncGenerator[tuple[int, Event]]:
-    """The events of submitted rows, after the choices have read them, until all rows have ended. Rows that nobody reads
-    any more, or that have a stop string, are dropped. Raises `Stopped` for a row that ended without a completion."""
+    """The events of submitted rows, after the choices have read them, until all rows have ended. A row that has
+    a stop string is dropped. Raises `Stopped` for a row that ended without a completion."""
     ended_rows: set[int] = set()
-    try:
-        while len(ended_rows) < len(rows):
-            index, event = await events.get()
-            if index in ended_rows:
-                continue
-            if isinstance(event, Stopped):
-                raise event
-            if choices and isinstance(event, Completed):
-                choices[index].update(event.ids, is_last=True)
-            elif choices and isinstance(event, Finished):
-                choices[index].update(event.ids, is_last=False)
-            if isinstance(event, Completed) or (choices and choices[index].reason):
-                ended_rows.add(index)
-                engine.drop([rows[index]])
-            yield index, event
-    finally:
-        engine.drop(rows)
+    while len(ended_rows) < len(rows):
+        index, event = await events.get()
+        if index in ended_rows:
+            continue
+        if isinstance(event, Stopped):
+            raise event
+        if choices and isinstance(event, Completed):
+            choices[index].update(event.ids, is_last=True)
+        elif choices and isinstance(event, Finished):
+            choices[index].update(event.ids, is_last=False)
+        if isinstance(event, Completed) or (choices and choices[index].reason):
+            ended_rows.add(index)
+            engine.drop([rows[index]])
+        yield index, event
 
 
 async def complete_rows(engine: Engine, rows: Sequence[Row], choices: Sequence[Choice] = ()) -> list[Any]:
     """The last event of each row, after the choices have read it. Raises QueueFull or Stopped."""
     last_events: list[Any] = [None] * len(rows)
-    async with aclosing(read_events(engine, rows, submit(engine, rows), choices)) as events:
-        async for index, event in events:
+    with submitted(engine, rows) as events:
+        async for index, event in read_events(engine, rows, events, choices):
             last_events[index] = event
     return last_events
 
@@ -513,10 +515,10 @@ async def stream_rows(
         object_name = f"{object_name}.chunk"
     versions: dict[int, str] = {}  # of the weights that gave what was passed on
     make_chunk = partial(envelope, object_name, server.name, rows)
-    async with aclosing(read_events(server.engine, rows, submit(server.engine, rows), choices)) as events:
+    with submitted(server.engine, rows) as events:
+        yield server_sent_event(make_chunk([choice_of(index, "", None, kind) for index in range(len(rows))]))
         try:
-            yield server_sent_event(make_chunk([choice_of(index, "", None, kind) for index in range(len(rows))]))
-            async for index, event in events:
+            async for index, event in read_events(server.engine, rows, events, choices):
                 choice = choices[index]
                 if isinstance(event, Revealed):
                     step = step_of(event, server.tokenizer)
@@ -534,8 +536,6 @@ async def stream_rows(
         except Stopped as error:
             yield server_sent_event({"error": {"message": str(error), "code": error.status}})
             return
-        finally:
-            server.engine.drop(rows)  # `events` does not, if the client leaves before it begins
     if with_usage:
         yield server_sent_event(make_chunk([], usage=usage(rows, choices)))
     yield server_sent_event("[DONE]")

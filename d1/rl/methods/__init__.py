@@ -21,8 +21,8 @@ sampled, and of the reference. rho: a ratio of p to the old policy. r: reward. m
 group's rewards. z: (r - m) / (s + 1e-4). "d1's" is a value of d1.py or of d1's train.yaml.
 
 With one optimizer step per rollout every ratio is 1, and clips, ratio caps and penalties to the old policy do
-nothing: agrpo, agrpo-entropy, cj-grpo, just-grpo and its -blocks and -fast, bgpo, dipo, ebpo, trajectory. Divisors
-count over the whole rollout, on all processes, where releases count per micro-batch; except for `bnpo` (d1,
+nothing: agrpo, agrpo-entropy, cj-grpo, just-grpo, just-grpo-blocks, just-grpo-fast, bgpo, dipo, ebpo, trajectory.
+Divisors count over the whole rollout, on all processes, where releases count per micro-batch; except for `bnpo` (d1,
 coupled-grpo, d2), rldf and igpo, which count per micro-batch here, too.
 
 Nothing here imports torch before a formula runs, because `d1 methods` and the help of commands list the names: in
