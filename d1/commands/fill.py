@@ -46,6 +46,7 @@ def run(args: FillFlags) -> None:
 
     from d1.masking import keyed_generator
     from d1.sampling import infill
+    from d1.sampling.graphs import check_compile
     from d1.sampling.infilling import infill_settings
 
     tokenizer = tokenizer_of(args)
@@ -55,6 +56,7 @@ def run(args: FillFlags) -> None:
         if flag.name not in ("gen_length", "kv_cache", "diffusion_steps", "seed"):
             options[flag.name] = getattr(args, flag.name)
     folder = args.read_folder()
+    check_compile(args.compile, folder.config, kernel=args.attn_implementation)
     infill_settings(folder.config, sum(hidden), **options)
     check_room(folder.config, len(ids) - sum(hidden), sum(hidden))
     model = model_of(args, folder)

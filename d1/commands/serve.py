@@ -149,6 +149,12 @@ def run(args: ServeFlags) -> None:
     check_chat_template(tokenizer, args.model_path)
     folder = args.read_folder()
     args = resolve_canvas(args, folder, masks_for="the server")
+    gen_length = sampling_settings(args, folder.config).gen_length
+    if args.max_gen_length is not None and gen_length > args.max_gen_length:
+        raise ValueError(
+            f"--max_gen_length {args.max_gen_length}: a request that names no length has a canvas of {gen_length} "
+            "tokens; give a lower --gen_length"
+        )
 
     server = server_of(args, folder, tokenizer)
 

@@ -59,6 +59,7 @@ class Row:
     settings: SamplingSettings | None = None  # what its tokens are drawn by; None: what the sampler's are
     eos_token_ids: tuple[int, ...] = ()  # ids that end its completion, for the EOS stop
     first_token: str | None = None  # of the settings; not None: the model has a causal context
+    max_writes: int = 1  # of the settings
     offset: int = 0  # by how much the batch's longest completion is longer: this row's prompt ends that much later
 
     @property

@@ -307,10 +307,11 @@ class Stream:
 
         # The record (4, rows, canvas, writes) keeps the ends of the rows that stay.
         length, writes = self.record.shape[2:]
-        max_writes = max([writes, *(request.settings.max_writes for request in new)])
-        common = min(longest, length)
+        max_writes = max((row.max_writes for row in rows), default=1)
+        common, common_writes = min(longest, length), min(max_writes, writes)
         record = empty_record(len(rows), longest, device, max_writes)
-        record[:, : len(self.kept), longest - common :, :writes] = self.record[:, stay, length - common :]
+        kept_record = self.record[:, stay, length - common :, :common_writes]
+        record[:, : len(self.kept), longest - common :, :common_writes] = kept_record
         self.batch, self.count, self.record = batch, len(rows), record
 
     def new_row(self, request: RowRequest) -> Row:
@@ -342,6 +343,7 @@ class Stream:
             settings=replace(settings, gen_length=1, block_length=1, steps=1),
             eos_token_ids=request.eos_token_ids,
             first_token=settings.first_token,
+            max_writes=settings.max_writes,
         )
 
     def new_canvas(self, new: Sequence[RowRequest], width: int, longest: int) -> Canvas:

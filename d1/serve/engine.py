@@ -23,10 +23,9 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
-from peft import PeftModel
 
 from d1.files import check_files
 from d1.masking import keyed_generator
@@ -179,6 +178,7 @@ class Loader:
 
     load_base: Callable[[], Any]
     other_models: WeakSet[Any] = field(default_factory=WeakSet)  # models with other weights than that one
+    bases: WeakKeyDictionary[Any, Any] = field(default_factory=WeakKeyDictionary)  # of a model with an adapter
 
     def load(self, folder: Path, model: Any) -> Any:
         """The model in `folder`, or with the adapter in it; `model`, which is in use, does not change."""
@@ -186,12 +186,12 @@ class Loader:
             new_model = load_like(folder, model)
             self.other_models.add(new_model)
             return new_model
-        base = self.load_base() if model in self.other_models else model
+        base = self.load_base() if model in self.other_models else self.bases.get(model, model)
         memo = {id(tensor): tensor for tensor in (*base.parameters(), *base.buffers())}
         twin = copy.deepcopy(base, memo)  # which shares the weights of `base`
-        if isinstance(twin, PeftModel):
-            twin = twin.unload()
-        return add_adapter(twin, str(folder)).eval()
+        new_model = add_adapter(twin, str(folder)).eval()
+        self.bases[new_model] = base
+        return new_model
 
 
 def load_like(folder: Path, model: Any) -> Any:

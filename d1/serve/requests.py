@@ -37,6 +37,7 @@ MAX_NAME_LENGTH = 4096
 MAX_STOP_LENGTH = 1024
 CHARACTERS_PER_POSITION = 32  # of a text, at most, per position of the model
 DEFAULT_ROOM = 1 << 17  # of a model that does not say how many positions it has
+MAX_WRITES = 1 << 22  # of a completion with editing, over all positions of its canvas: 64 MiB of records
 
 Rid = Annotated[str, Field(max_length=MAX_RID_LENGTH)]
 Name = Annotated[str, Field(max_length=MAX_NAME_LENGTH)]
@@ -314,6 +315,11 @@ class Server:
         settings = SamplingSettings(**values).for_model(self.engine.model.config)
         refuse_scdd(settings, "a server")
         check_sampler(settings, self.engine.model.config)
+        if settings.max_writes * length > MAX_WRITES:
+            raise ValueError(
+                f"with editing, each of the {length} tokens of the canvas may be written {settings.max_writes} times, "
+                f"which is more than {MAX_WRITES} writes: lower block_length, max_post_steps or the canvas"
+            )
         return settings
 
     def check_count(self, prompts: Sequence[Any], n: int) -> None:

@@ -43,6 +43,14 @@ class Film:
     def drafts_at(self, position: int) -> list[list[Any]]:
         return self.drafts[position] if self.drafts else []
 
+    def hide(self, position: int) -> None:
+        """Hides a token again, which becomes a draft."""
+        self.drafts[position].append([self.steps[position], self.tokens[position], self.logps[position]])
+        self.tokens[position] = ""
+        self.steps[position] = HIDDEN
+        self.logps[position] = 0.0
+        self.entropies[position] = 0.0
+
     @property
     def passes(self) -> int:
         """Forward passes taken so far."""
@@ -107,18 +115,32 @@ def filmed(
     film = Film(title, prompt, note, tokens=[], steps=[], logps=[], entropies=[])
     clock = time.perf_counter()
     canvas: Any = None
+    passes, ids_shown = 0, list[int]()
     for step in steps:
         canvas = step.canvas
-        if not film.fed:
+        if not film.tokens:
             length = canvas.shape[1] - start
             film.tokens = [""] * length
             film.steps = [HIDDEN] * length
             film.logps = [0.0] * length
             film.entropies = [0.0] * length
+            ids_shown = [0] * length
             if step.max_writes > 1:
                 film.drafts = [[] for _ in range(length)]
 
-        # A step lists the tokens that its pass predicted, by index in the text; `revealed` says which of them it wrote.
+        # With uniform noise, the first step of a canvas is no pass: it writes noise, of which nothing is shown.
+        passes_before, passes = passes, int(step.passes[0])
+        if passes == passes_before:
+            continue
+
+        # A step lists the tokens that its pass predicted, by index in the text; `revealed` says which of them it wrote,
+        # and `noised` which it replaced by noise or, in the last pass of a canvas, by its output.
+        if step.noised is not None:
+            columns = [column[0].tolist() for column in (step.positions, step.noised, step.ids)]
+            for index, noised, token in zip(*columns, strict=True):
+                position = index - start
+                if noised and film.steps[position] >= 0 and token != ids_shown[position]:
+                    film.hide(position)
         columns = [
             column[0].tolist() for column in (step.positions, step.revealed, step.ids, step.logps, step.entropies)
         ]
@@ -127,11 +149,12 @@ def filmed(
                 continue
             position = index - start
             if film.steps[position] >= 0:  # an edit
-                film.drafts[position].append([film.steps[position], film.tokens[position], film.logps[position]])
+                film.hide(position)
             film.tokens[position] = text_of(token)
             film.steps[position] = len(film.fed)
             film.logps[position] = logp
             film.entropies[position] = entropy
+            ids_shown[position] = token
         film.fed.append(int(step.forward_tokens[0]))
         film.seconds.append(time.perf_counter() - clock + (film.seconds[-1] if film.seconds else 0.0))
         yield film

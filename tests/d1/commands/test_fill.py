@@ -107,6 +107,11 @@ def test_a_tokenizer_may_change_letters_but_no_space_after_a_placeholder():
         (["a1 [MASK:300]"], "1 tokens of text and 300 to fill in exceed the model's 256 positions"),
         (["a1 [MASK]", "--sampler", "cached"], "use the sampler exact or parallel"),
         (["a1 [MASK]", "--reveal", "factor"], "would be ignored by the sampler exact"),
+        pytest.param(
+            ["a1 [MASK]", "--compile", "graphs"],
+            "--compile graphs needs a GPU",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU"),
+        ),
         (["a1 [MASK]", "--steps", "0"], "--diffusion_steps 0 .must be an integer"),
     ],
 )

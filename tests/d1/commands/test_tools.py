@@ -74,6 +74,12 @@ def test_a_canvas_without_room_is_refused_before_the_weights_are_read(tmp_path, 
         run(*words, *more)
 
 
+@pytest.mark.parametrize("words", [["--max_gen_length", "31"], ["--max_gen_length", "8", "--gen_length", "9"]])
+def test_a_server_that_would_refuse_its_own_canvas_does_not_start(words):
+    with pytest.raises(ValueError, match=f"--max_gen_length {words[1]}: .* give a lower --gen_length"):
+        run("serve", str(POCKET), "--port", "0", *words)
+
+
 def start(command: str, *words: str) -> None:
     """A command of the table, or a stage."""
     if command not in STAGES:

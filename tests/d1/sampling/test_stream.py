@@ -153,6 +153,9 @@ def test_rows_of_any_lengths_and_settings_share_a_batch(load, kind, cache, guida
         if done := stream.pop_finished(dropped if turns > 6 else ()):
             found |= {number: (done[1], index) for index, number in enumerate(done[0])}
         stream.add_rows([left.pop(0) for _ in range(min(len(left), turns % 3, 5 - len(stream)))])
+        # The record is as wide as the rows at work need, also after a row with editing has left.
+        needed = max((asked[row.number].settings.max_writes for row in stream.rows), default=1)
+        assert stream.record.shape[-1] == needed
         for _ in stream.steps() if len(stream) else ():
             if not stream.cache.together:
                 break  # after any step

@@ -87,6 +87,11 @@ def folders(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     for name in ("adapter", "second"):
         get_peft_model(load_model(tiny_model_dir), lora).save_pretrained(root / name)
+    lora = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False, modules_to_save=["lm_head"])
+    with_head = get_peft_model(load_model(tiny_model_dir), lora)
+    with torch.no_grad():
+        with_head.get_output_embeddings().weight.normal_()
+    with_head.save_pretrained(root / "with_head")
     shutil.copytree(root / "second", root / "damaged")
     (root / "damaged" / "adapter_model.safetensors").write_bytes(b"cut off")
     return root
@@ -238,6 +243,18 @@ def test_weights_that_cannot_be_loaded_leave_the_old_ones(tiny_model_dir, folder
             rows, events = rows_of(3)
             engine.submit(rows)
             check(engine, last_of(rows, events), load_model(folder, adapter=adapter))
+
+
+def test_an_adapter_has_nothing_of_the_one_before(tiny_model_dir, folders):
+    """Neither its LoRA nor the modules that it trained whole."""
+    loader = Loader(lambda: load_model(tiny_model_dir))
+    model = load_model(tiny_model_dir)
+    for name in ("with_head", "adapter", "with_head", "other", "with_head", "second"):
+        model = loader.load(folders / name, model)
+        if name in ("adapter", "second"):
+            expected = load_model(tiny_model_dir, adapter=folders / name)
+            given = torch.arange(5, 17)[None]
+            assert torch.equal(model(given).logits, expected(given).logits)
 
 
 def test_rows_are_refused_after_the_engines_end(tiny_model_dir, monkeypatch):

@@ -57,6 +57,15 @@ def test_a_default_that_contradicts_the_request_is_left_out(servers, defaults, r
     assert {name: getattr(settings, name) for name in expected} == expected
 
 
+def test_editing_of_a_canvas_in_one_large_block_is_refused(servers, monkeypatch):
+    """Its record has a place per position and pass of the block."""
+    monkeypatch.setattr("d1.serve.requests.MAX_WRITES", 32 * (32 + 3))
+    request = {"max_new_tokens": 32, "block_length": 32, "max_post_steps": 3}
+    assert settings_of(servers["full"], EDITING, request).max_writes == 35
+    with pytest.raises(ValueError, match="may be written 36 times"):
+        settings_of(servers["full"], EDITING, request | {"max_post_steps": 4})
+
+
 @pytest.mark.parametrize(
     ("defaults", "request_", "steps"),
     [

@@ -17,6 +17,7 @@ from d1.sampling import SamplingSettings, rollout, rollout_steps
 from d1.show.film import FILLED, HIDDEN, Film, chip, colour, filmed, harmless, piece, visible
 from d1.show.page import film_data, film_page, film_svg
 from d1.show.terminal import picture, play
+from tests.d1.diffusion_gemma import CANVAS, needs_class, write_tiny
 from tests.d1.sampling.reference import EDITORS, MASK, make_prompts, sharper
 
 # What a model could write to do harm in a display.
@@ -69,6 +70,34 @@ def test_a_film_is_what_the_rollout_notes(tiny_model_dir, settings):
     assert counts == sorted(counts)
     assert counts[-2] < counts[-1] == 12  # positions filled by the EOS stop come last
     assert max(film.shown_by()) == film.passes
+
+
+@needs_class
+@pytest.mark.parametrize("output", ["argmax", "draw"])
+def test_a_film_of_uniform_noise_ends_with_the_text_and_counts_passes_alone(tmp_path, output):
+    model = load_model(write_tiny(tmp_path))
+    own = {"sampler": "parallel", "reveal": "entropy", "reveal_level": 3.0, "stop_entropy": 1.6, "output": output}
+    chosen = SamplingSettings(3 * CANVAS, CANVAS, 12, temperature=0.8, end_temperature=0.4, **own)
+    ids = torch.tensor([[5, 9, 3]])
+
+    def sampled(how):
+        generator = [torch.Generator().manual_seed(3)]
+        return how(model, ids, torch.ones_like(ids), chosen, mask_token_id=None, generator=generator)
+
+    result = sampled(rollout)
+    steps = result.reveal_steps[0].tolist()
+    *_, film = filmed(sampled(rollout_steps), str, start=3)
+    assert film.tokens == [str(token) for token in result.ids[0, 3:].tolist()]
+    assert film.passes == len(film.fed) == result.passes[0]
+    assert film.fed[-1] == result.forward_tokens[0]
+
+    # A shown token is the last draw of its position, unless the canvas was left with another one.
+    assert {*film.steps} > {FILLED} or output == "draw"
+    for position, step in enumerate(film.steps):
+        if step >= 0:
+            assert step == steps[position]
+            assert film.logps[position] == result.logps[0, position]
+    assert any(film.drafts)
 
 
 @pytest.mark.parametrize(
