@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from d1.eval.files import generation_file, read_setups
 from d1.eval.flags import EvalFlags, EvalRun
-from d1.eval.scores import Row, as_table, row_reports, score_setup
+from d1.eval.scores import Row, as_table, row_reports, score_setup, user_tasks
 from d1.files import check_output_dir
 from d1.models.kinds import check_room
 from d1.runs.cli import SettingsParser, quick_imports, run_script
@@ -36,7 +36,7 @@ from d1.runs.flag_names import hints_of_flags
 from d1.runs.record import run_record
 from d1.runs.turns import check_turn_flags
 from d1.sampling.settings import GEN_LENGTH, sampling_settings
-from d1.tasks import TASKS, load_task, shots_of, under_protocol
+from d1.tasks import load_task, shots_of, under_protocol
 
 if TYPE_CHECKING:
     from d1.eval.completions import Journal
@@ -131,7 +131,8 @@ def run(args: EvalFlags) -> list[Row]:
         from d1.models.tokenizer import check_chat_template
         from d1.runs.cli import from_rank_0
 
-    as_d1 = load_task(args.dataset)
+    user_task_modules = user_tasks(args.dataset)
+    as_d1 = user_task_modules.get(completions.task_name(args)) or load_task(args.dataset)
     task = under_protocol(as_d1, args.prompt_protocol)
     args = replace(args, few_shot=shots_of(task, args.few_shot))
     check_arguments(args)
@@ -177,7 +178,6 @@ def run(args: EvalFlags) -> list[Row]:
 
         if rank == 0:
             setups_by_name = {setup.name: setup for setup in read_setups(output_dir)}
-            user_task_modules = {} if args.dataset in TASKS else {completions.task_name(args): as_d1}
             for journal in journals:
                 row, _ = score_setup(setups_by_name[journal.setup], "strict", user_task_modules)
                 scored.append(row)

@@ -163,8 +163,17 @@ def compare_metrics(first: dict[str, Any], detail: dict[str, Any]) -> str | None
 
 
 def user_tasks(*names_or_paths: str) -> dict[str, ModuleType]:
-    """The user's tasks (those given as files), by their names in generation files."""
-    return {Path(path).stem: load_task(path) for path in names_or_paths if path not in TASKS}
+    """The user's tasks (those given as files), by their names in generation files. Raises ValueError for a file with
+    the name of a built-in task, by which its completions would be scored later."""
+    tasks: dict[str, ModuleType] = {}
+    for path in names_or_paths:
+        if path in TASKS:
+            continue
+        name = Path(path).stem
+        if name in TASKS:
+            raise ValueError(f"task file {path}: {name} is the name of a task of this library; rename the file")
+        tasks[name] = load_task(path)
+    return tasks
 
 
 def score_strict(text: str, task: ModuleType, row: dict[str, Any]) -> dict[str, Any]:

@@ -213,6 +213,17 @@ def test_a_row_that_no_file_can_hold_is_named_before_anything_is_sampled(tiny_mo
         prompts(tiny_model_dir, task=str(task))
 
 
+def test_a_task_file_with_the_name_of_a_built_in_task_is_refused(tiny_model_dir, tmp_path):
+    """Its completions would be scored by the built-in task, once the file is forgotten."""
+    task = tmp_path / "gsm8k.py"
+    task.write_text("from d1.tasks.gsm8k import REWARDS, extract, load_rows, score\n")
+    message = r"gsm8k\.py: gsm8k is the name of a task of this library; rename the file"
+    with pytest.raises(ValueError, match=message):
+        evaluate(tiny_model_dir, tmp_path / "out", task=str(task))
+    with pytest.raises(ValueError, match=message):
+        scores.user_tasks("math", str(task))
+
+
 def test_few_shot_never_shows_what_is_asked(tiny_model_dir, tmp_path):
     for name, words in (("asked", "abc"), ("shown", "abcde")):
         rows = [json.dumps({"question": f"what is {w} ?", "answer": "so\n#### 3"}) for w in words]
