@@ -280,7 +280,7 @@ def check_sums(checkpoint: Path, process: int = 0, processes: int = 1) -> None:
 
 
 def is_finished(checkpoint: Path, args: TrainingArguments, changed: Iterable[str]) -> bool:
-    """Whether `checkpoint` is the run's last step. A Trainer resumed there would take one step too many.
+    """Whether `checkpoint` is the run's last step, or a later one. A Trainer resumed there would take a step too many.
 
     `changed`: the settings that differ from the run's record. Trainer's state does not tell: it rounds epochs up, and
     has the epochs that `max_steps` reached into.
@@ -289,7 +289,9 @@ def is_finished(checkpoint: Path, args: TrainingArguments, changed: Iterable[str
     if args.max_steps > 0:
         return state.global_step >= args.max_steps
     has_same_end = state.num_train_epochs == math.ceil(args.num_train_epochs) and END_SETTINGS.isdisjoint(changed)
-    return has_same_end and state.global_step >= state.max_steps
+    if has_same_end:
+        return state.global_step >= state.max_steps
+    return (state.epoch or 0.0) >= args.num_train_epochs
 
 
 def finish(checkpoint: Path, output_dir: Path, keep_best: bool) -> None:

@@ -286,6 +286,7 @@ def test_a_run_is_finished_at_the_last_step_of_its_own_settings(run: Run, two_st
         assert run(folder, *resume, epochs, "0.3", max_steps=max_steps) is None
     (folder / "run.json").unlink()
     assert run(folder, *resume, epochs, "0.3", max_steps=-1) is None
+    assert run(folder, *resume, epochs, "0.1", max_steps=-1) is None  # it is past this end
     assert hash_model(str(folder)) == weights
     shutil.copytree(two_steps, folder, dirs_exist_ok=True)
     resume[1:1] = [str(folder / "checkpoint-2")]
