@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -205,9 +206,12 @@ def seeds_table(jobs: Sequence[Job]) -> str:
 
 
 def differences_table(jobs: Sequence[Job]) -> str:
-    """Each seed's difference in points, paired by problem; their mean with its 95% interval over seeds and problems;
-    the largest p of the seeds' exact sign tests; the number of seeds where the two arms' intervals do not overlap."""
-    from pocket.uncertainty import mean_of  # imports SciPy, which a single job does not need
+    """Each seed's difference in points, paired by problem; their mean with its 95% interval, Student's t over seeds for
+    these problems (of a single seed: over problems); the largest p of the seeds' exact sign tests; the number of seeds
+    where the two arms' intervals do not overlap."""
+    from scipy.special import stdtrit  # SciPy, which a single job does not need
+
+    from pocket.uncertainty import mean_of
 
     def solved(job: Job, arm: str, length: int) -> np.ndarray:
         return np.array([one["accuracy"] for one in job.scored[arm, length][1]])
@@ -215,10 +219,14 @@ def differences_table(jobs: Sequence[Job]) -> str:
     rows = []
     for a, b, length in jobs[0].pairs:
         results = [job.compared(a, b, length) for job in jobs]
-        mean = mean_of(100 * np.stack([solved(job, b, length) - solved(job, a, length) for job in jobs]))
+        gains = 100 * np.stack([solved(job, b, length) - solved(job, a, length) for job in jobs])  # (seeds, problems)
+        mean, low, high, _ = mean_of(gains)
+        if len(jobs) > 1:
+            half = stdtrit(len(jobs) - 1, 0.975) * gains.mean(1).std(ddof=1) / math.sqrt(len(jobs))
+            low, high = mean - half, mean + half
         apart = sum((job.row(b, length).ci_low or 0) > (job.row(a, length).ci_high or 0) for job in jobs)
         cells = [f"{result['difference']:+.1f}" for result in results]
-        cells += [f"{mean.value:+.1f} [{mean.low:+.1f}, {mean.high:+.1f}]", f"{max(r['p_value'] for r in results):.1g}"]
+        cells += [f"{mean:+.1f} [{low:+.1f}, {high:+.1f}]", f"{max(r['p_value'] for r in results):.1g}"]
         rows.append([f"{b} - {a}", str(length), *cells, f"{apart}/{len(results)}"])
     header = [f"{jobs[0].name}: paired difference, points", "length", *(job.folder.name for job in jobs)]
     return markdown_table([*header, "mean [95% interval]", "largest p", "separated intervals"], rows)

@@ -36,6 +36,10 @@ def test_the_intervals_of_the_results_are_students_over_the_seeds_of_the_pocket_
     seeds: dict[str, list[list[float]]] = {}
     for _, header, rows in prose.tables_in(ROOT / "pocket" / "RESULTS.md"):
         if "difference" in header[0]:
+            for cells in rows:
+                values = [float(cell) for cell in cells[2:5]]
+                low, high = ttest_1samp(values, 0).confidence_interval()
+                assert prose.numbers(cells[5]) == pytest.approx([fmean(values), low, high], abs=0.051)
             kept = dict.fromkeys(cells[0] for cells in rows)
             firsts = [next(cells for cells in rows if cells[0] == name) for name in kept]
             for cells in firsts:
