@@ -271,7 +271,7 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
         """The rows of the dataset, of all processes, of training rollout `number`, before TRL asks for them."""
         dataset: Any = self.train_dataset
         size = self.args.generation_batch_size
-        epoch, before = divmod(number, len(dataset) // (size // self.num_generations))
+        epoch, before = divmod(number, self.rollouts_per_epoch)
         order = islice(self.order_of(dataset, lambda: epoch), before * size, (before + 1) * size)
         return [dataset[index] for index in order]
 
@@ -285,6 +285,12 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
     @property
     def micro_steps_per_rollout(self) -> int:
         return self.args.steps_per_generation * self.num_iterations
+
+    @property
+    def rollouts_per_epoch(self) -> int:
+        """Prompts that are too few for a whole rollout are left out."""
+        dataset: Any = self.train_dataset
+        return len(dataset) // (self.args.generation_batch_size // self.num_generations)
 
     @property
     def mini_batches(self) -> int:

@@ -37,6 +37,7 @@ from d1.rl.losses import (
     OBJECTIVES,
     PENALTIES,
     TRLS_PER_ROW,
+    TRLS_SETTINGS,
     Advantage,
     AdvantageInputs,
     LossInputs,
@@ -673,7 +674,10 @@ def about_loss(settings: Settings) -> Iterator[str]:
             f"{', '.join(MEANS)}"
         )
     if settings.sync_ref_model and not settings.needs_reference:
-        yield "sync_ref_model changes a reference model, and this run has none: set it to false, or use a KL to one"
+        yield (
+            "sync_ref_model changes a reference model, and this run has none: set it to false, or use a KL to "
+            "one, with --beta above 0"
+        )
     if settings.use_bias_correction_kl and not settings.has_trls_kl:
         yield "use_bias_correction_kl belongs to TRL's own KL: it needs --objective trl --kl k3"
     if settings.router_aux_loss_coef:
@@ -867,6 +871,10 @@ def unused_settings(settings: Settings) -> Iterator[tuple[str, str]]:
     """The settings that no chosen entry reads, each with the reason."""
     if not settings.beta:
         yield "kl", "it says what beta weighs, and beta is 0"
+        yield "use_bias_correction_kl", "it changes the KL that beta weighs, and beta is 0"
+    if not settings.sync_ref_model:
+        for name in ("ref_model_sync_steps", "ref_model_mixup_alpha"):
+            yield name, "it says how the reference model follows the policy, and sync_ref_model is false"
     if settings.num_views is None and "draw_steps" in (ESTIMATORS[settings.estimator].settings or ()):
         for name in ("draw_steps", "mean_step"):
             yield name, f"{settings.estimator} scores every step unless num_views says how many to draw"
@@ -882,6 +890,19 @@ def unused_settings(settings: Settings) -> Iterator[tuple[str, str]]:
         yield "hint_rows", "it counts completions with hints, and hints is none"
     if settings.num_iterations == 1:
         yield "split_views", "there is one update on each rollout, num_iterations 1"
+    if settings.rollout_mode != "server":
+        for name in ("rollout_own_batch", "rollout_server_timeout"):
+            yield name, f"it is for servers, and rollout_mode is {settings.rollout_mode}"
+    if not settings.p_mask_prompt and ESTIMATORS[settings.estimator].settings is not None:
+        yield "protect_special_tokens", "no token of a prompt is masked, p_mask_prompt 0"
+    if OBJECTIVES[settings.objective].loss is None and settings.loss_type in TRLS_SETTINGS:
+        loss_type = settings.loss_type
+        for name in dict.fromkeys(name for names in TRLS_SETTINGS.values() for name in names):
+            if name not in TRLS_SETTINGS[loss_type]:
+                able = ", ".join(other for other, names in TRLS_SETTINGS.items() if name in names)
+                yield name, f"loss_type {loss_type} does not read it; {able} would"
+        if loss_type == "cispo" and settings.epsilon_high is not None:
+            yield "epsilon", "cispo has no lower bound of ratios, and its upper one is epsilon_high"
 
     # Settings that other entries of the same table read. A penalty reads settings of a loss, too.
     loss_parts: list[Objective | Penalty] = [OBJECTIVES[settings.objective]]
@@ -924,6 +945,7 @@ ON_RESUME = OnResume(
             "num_generations",
             "num_iterations",
             "max_completion_length",
+            "block_length",
             "mask_id",
             "rollout_staleness",
             "method",
@@ -987,7 +1009,10 @@ ON_RESUME = OnResume(
         identity,
     )
     # Only whether it is 0 is fixed: then the rollout has no reference log-probs.
-    | {"beta": bool},
+    | {"beta": bool}
+    # Only whether it is "masked" is fixed: the model decides between the other values, and older records hide them
+    # (`DiffuGRPOConfig.to_dict`).
+    | {"first_token": lambda value: value == "masked"},
     free=(
         "output_dir",
         "resume_from_checkpoint",
@@ -1034,6 +1059,15 @@ ON_RESUME = OnResume(
         "log_tool_results",
     ),
 )
+
+
+def resume_rules(settings: Settings) -> OnResume:
+    """What a resume may change in a run with these settings: `ON_RESUME`; with `score_as_sampled`, no setting of the
+    distribution that tokens are drawn from. The later updates on a rollout are scored under that distribution, and the
+    old log-probabilities in the checkpoint are, too: under another one, the ratio of an equal policy is not 1."""
+    if not settings.score_as_sampled:
+        return ON_RESUME
+    return replace(ON_RESUME, fixed={**ON_RESUME.fixed, **dict.fromkeys(("temperature", "top_k", "top_p"), identity)})
 
 
 # --- What the model, the prompts and the trainer do not allow ---------------------------------------------------------
@@ -1184,10 +1218,25 @@ def check_prompts(lengths: Sequence[int], args: Settings) -> int:
     return args.max_prompt_length
 
 
+# What else says how calls of tools are read and made. These are checked with the trainer, whose tools need no --tools.
+CALL_SETTINGS = (
+    "tool_format",
+    "calls_per_turn",
+    "tool_seconds",
+    "result_length",
+    "max_turn_prompt",
+    "log_tool_results",
+)
+
+
 def check_single_turn(args: Settings) -> None:
     """Raises ValueError for settings of episodes, if the trainer has no tools."""
+    needed = "tools: --tools, or the trainer's tools=[...] or environment_factory"
     if args.tools or (args.max_turns or 1) > 1:
-        raise ValueError("max_turns above 1 needs tools: --tools, or the trainer's tools=[...] or environment_factory")
+        raise ValueError(f"max_turns above 1 needs {needed}")
+    for name in CALL_SETTINGS:
+        if set_by_user(args, name):
+            raise ValueError(f"--{name} {getattr(args, name)} would do nothing: it needs {needed}")
 
 
 def check_episodes(args: Settings, has_rollout_func: bool, environments: Any) -> None:

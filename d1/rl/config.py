@@ -133,7 +133,7 @@ class DiffuGRPOConfig(GRPOConfig):
     max_compute_tokens: OptionalCount = setting(
         None, "End the run when compute_tokens reaches this number; a linear learning rate falls to 0 with this budget."
     )
-    save_at_compute: Annotated[list[float] | None, replace(SHARE, many=True) | None] = setting(
+    save_at_compute: Annotated[list[float] | None, replace(SHARE, open_low=True, many=True) | None] = setting(
         None, "Also save the model at these shares of max_compute_tokens, to OUTPUT_DIR/at_SHARE."
     )
 
@@ -364,6 +364,10 @@ class DiffuGRPOConfig(GRPOConfig):
             ) from error
         check_settings(self)
         try_entries(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """That of Transformers, which takes every setting whose name ends in _token for a secret and hides it."""
+        return {**super().to_dict(), "first_token": self.first_token}
 
     def group_and_batches(self, evaluates: bool) -> tuple[int | None, int]:
         """Completions per prompt, None where nothing is evaluated; and batches in a rollout, over all processes."""

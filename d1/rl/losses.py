@@ -506,17 +506,31 @@ def sequence_log_ratios(inputs: LossInputs) -> Tensor:
 
 
 CLIP = ("epsilon", "epsilon_high", "delta")
+# What TRL's loss reads with some of its types only. With cispo, ratios have an upper bound alone: epsilon_high, or
+# epsilon if that is unset.
+TRLS_SETTINGS: dict[str, tuple[str, ...]] = {
+    "grpo": CLIP,
+    "bnpo": CLIP,
+    "dr_grpo": CLIP,
+    "dapo": CLIP,
+    "luspo": CLIP,
+    "cispo": ("epsilon", "epsilon_high"),
+    "sapo": ("sapo_temperature_pos", "sapo_temperature_neg"),
+    "vespo": ("vespo_k_pos", "vespo_k_neg", "vespo_lambda_pos", "vespo_lambda_neg"),
+}
 # TRL's types whose mean is over rows, and those that weigh a whole row
 TRLS_OVER_ROWS, TRLS_PER_ROW = ("grpo", "dr_grpo", "sapo", "luspo"), ("luspo", "vespo")
-TRLS_MEANS, ROW_MEANS = ("grpo", "bnpo", "dr_grpo", "dapo"), ("sum", "grpo", "bnpo", "dapo", "active")
+ROW_MEANS = ("sum", "grpo", "bnpo", "dapo", "active")
 OBJECTIVES: dict[str, Objective] = {
     "trl": Objective(
         None,
-        loss_types=(*TRLS_MEANS, "luspo", "cispo", "sapo", "vespo"),
+        loss_types=tuple(TRLS_SETTINGS),
         own_kl="k3",
         settings=(
             *("loss_type", *CLIP, "sampling_weight_cap", "importance_sampling_level", "top_entropy_quantile"),
             "off_policy_mask_threshold",
+            *TRLS_SETTINGS["sapo"],
+            *TRLS_SETTINGS["vespo"],
         ),
         idle=CLIP,
     ),

@@ -33,12 +33,13 @@ from d1.models.tokenizer import (
 )
 from d1.rl.bridge import EQUAL_REWARDS
 from d1.rl.checks import (
-    ON_RESUME,
     check_config,
     check_model_settings,
     check_prompts,
     check_single_turn,
     find_method,
+    resume_rules,
+    set_by_user,
 )
 from d1.rl.config import DiffuGRPOConfig, inactive_settings, plan
 from d1.rl.hints import TRACE
@@ -73,7 +74,9 @@ def stage(args: DiffuGRPOConfig, model_args: ModelConfig, callbacks: list[Traine
         kernel=model_args.attn_implementation,
         on_cpu=args.use_cpu,
     )
+    # The canvas and the model's blocks on it: a resume compares them with those of the run.
     args.resolve_canvas(config, folder.gen_length)
+    args.sampling_settings(config)
     output_dir = Path(str(args.output_dir))
     if args.bf16_is_unset and not args.bf16 and cpu_default_bf16(output_dir, args.resume_from_checkpoint, folder):
         args.bf16, args.mixed_precision = True, "bf16"  # as `TrainingArguments` sets both
@@ -81,7 +84,7 @@ def stage(args: DiffuGRPOConfig, model_args: ModelConfig, callbacks: list[Traine
     return Stage(
         training=args,
         settings=lambda: {**args.to_dict(), "model": vars(model_args)},
-        on_resume=ON_RESUME,
+        on_resume=resume_rules(args),
         ended=lambda checkpoint: budget_exhausted(str(checkpoint), args.max_compute_tokens),
         prepare=lambda: prepare(args, model_args, folder, callbacks),
         next_command=lambda: next_command(args, config),
@@ -137,6 +140,12 @@ def prepare(
             inactive = [f"{name} {getattr(args, name)}" for name in set_names]
             why = "each rollout has one optimizer step and every ratio is 1"
             logger.info("Without effect, because %s: %s", why, ", ".join(inactive))
+        # Not refused: `--eval_strategy no` also turns off the evaluation that a config file describes.
+        if args.eval_strategy == "no":
+            unused = [name for name in EVAL_SETTINGS if set_by_user(args, name)]
+            if unused:
+                described = ", ".join(f"{name} {getattr(args, name)}" for name in unused)
+                logger.info("Without effect, because eval_strategy is no: %s", described)
 
     def start() -> DiffuGRPOTrainer:
         model = start_model(folder, model_args)
@@ -168,6 +177,9 @@ def prepare(
         "validation_problems": len(eval_rows or []),
     }
     return facts, start
+
+
+EVAL_SETTINGS = ("eval_steps", "eval_limit", "num_generations_eval")  # of a run with an evaluation
 
 
 def log_deviation(args: DiffuGRPOConfig, model_args: ModelConfig, prompts_per_step: float) -> None:

@@ -207,8 +207,16 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         """Whether, in the first update on a rollout, the weights are still those before its first optimizer step."""
         if self.mode == "eval" or self.mini_batches == 1:
             return True
-        accumulation, first = self.args.gradient_accumulation_steps, self.rollout_number * self.micro_steps_per_rollout
-        return self.micro_step // accumulation == first // accumulation
+        first = self.rollout_number * self.micro_steps_per_rollout
+        return self.optimizer_step(self.micro_step) == self.optimizer_step(first)
+
+    def optimizer_step(self, micro_step: int) -> int:
+        """The optimizer step, from 0, of a micro-step. The last one of an epoch may have fewer micro-steps than the
+        others."""
+        accumulation = self.args.gradient_accumulation_steps
+        per_epoch = self.rollouts_per_epoch * self.micro_steps_per_rollout
+        epoch, number = divmod(micro_step, per_epoch)
+        return epoch * math.ceil(per_epoch / accumulation) + number // accumulation
 
     @property
     def group(self) -> int:

@@ -44,11 +44,17 @@ def clipped_views_nll(inputs: LossInputs, settings: Any) -> Loss:
     return loss + settings.nll_weight * nll, metrics | {"nll": nll.item()}
 
 
+# Rewards of one group that are all equal leave residues of rounding in its advantages, about 1e-7.
+MIN_DEVIATION = 1e-6
+
+
 def standardised_batch(advantages: Tensor) -> Tensor:
     """Advantages minus their mean, divided by their standard deviation (divisor n - 1), over all groups together; 0
-    where the deviation is 0 (LightningRL). NaN, a completion without a reward, is left out."""
+    where the deviation is 0 up to rounding (LightningRL). NaN, a completion without a reward, is left out."""
     rewarded = advantages[~advantages.isnan()]
-    return ((advantages - rewarded.mean()) / rewarded.std()).nan_to_num(0.0, 0.0, 0.0)
+    deviation = rewarded.std()
+    standardised = (advantages - rewarded.mean()) / deviation
+    return standardised.where(deviation > MIN_DEVIATION, 0.0).nan_to_num(0.0, 0.0, 0.0)
 
 
 OBJECTIVES = {

@@ -52,7 +52,8 @@ class Fleet:
 
     @property
     def flags(self) -> dict[str, Any]:
-        return {"rollout_mode": "server", "rollout_server_base_url": [*map(self.url, range(len(self.ports)))]}
+        urls = [self.url(number) for number in range(len(self.ports))]
+        return {"rollout_mode": "server", "rollout_server_base_url": urls, "rollout_server_timeout": LIMIT}
 
     def url(self, number: int) -> str:
         return f"http://127.0.0.1:{self.ports[number]}"

@@ -276,6 +276,26 @@ REFUSED = [
     ({"reward_temperature": 0.1}, "the advantage trl does not read it; tilted_softmax would"),
     ({"method": "lightning-rl", "reward_temperature": 0.1}, "the advantage standardised_batch does not read it"),
     ({"method": "agrpo", "kl": "k3_to_old"}, "--kl k3_to_old would do nothing: it says what beta weighs"),
+    ({"beta": 0.0, "use_bias_correction_kl": True}, "would do nothing: it changes the KL that beta weighs"),
+    ({"sync_ref_model": True, "beta": 0.0}, "sync_ref_model changes a reference .* or use a KL to one, with --beta"),
+    ({"ref_model_sync_steps": 64}, "--ref_model_sync_steps 64 would do nothing: it says how the reference .* is false"),
+    ({"ref_model_mixup_alpha": 0.9}, "--ref_model_mixup_alpha 0.9 would do nothing: it says how the reference model f"),
+    ({"rollout_own_batch": False}, "--rollout_own_batch False would do nothing: it is for servers, .* is trainer"),
+    ({"rollout_server_timeout": 9.0}, "--rollout_server_timeout 9.0 would do nothing: it is for servers"),
+    ({"p_mask_prompt": 0.0, "protect_special_tokens": True}, "would do nothing: no token of a prompt is masked"),
+    (BUDGET | {"save_at_compute": [0.5, 0.0]}, r"--save_at_compute 0.5 0.0 \(must be numbers in \(0, 1\] or None"),
+    # What TRL's loss reads with another loss_type
+    (
+        {"loss_type": "sapo", "epsilon": 0.2},
+        "--epsilon 0.2 would do nothing: loss_type sapo does not read it; grpo, bnpo, .*, luspo, cispo would",
+    ),
+    ({"loss_type": "sapo", "delta": 3.0}, "--delta 3.0 would do nothing: loss_type sapo does not read it"),
+    ({"loss_type": "vespo", "epsilon_high": 0.3}, "--epsilon_high 0.3 would do nothing: loss_type vespo does not"),
+    ({"loss_type": "cispo", "delta": 3.0}, "--delta 3.0 would do nothing: loss_type cispo does not read it; grpo, .*"),
+    ({"loss_type": "cispo", "epsilon": 0.2, "epsilon_high": 4.0}, "--epsilon 0.2 would do nothing: cispo has no lower"),
+    ({"sapo_temperature_pos": 2.0}, "--sapo_temperature_pos 2.0 would do nothing: loss_type bnpo .* it; sapo would"),
+    ({"loss_type": "sapo", "vespo_k_neg": 1.0}, "--vespo_k_neg 1.0 would do nothing: loss_type sapo .*; vespo would"),
+    ({"method": "wd1", "vespo_k_neg": 1.0}, "--vespo_k_neg 1.0 would do nothing: the objective reinforce .* trl would"),
 ]
 UNREAD = {  # method -> settings that neither its estimator nor its objective reads
     "d1": {"segments": 4, "stratified": True},
@@ -334,6 +354,23 @@ def test_a_flag_without_effect_is_refused_only_if_its_value_is_not_the_methods()
     assert config(method="espo", estimator="one_step", num_views=2).num_views == 2
     with pytest.raises(ValueError, match="--num_views 4 would do nothing"):
         config(method="espo", estimator="one_step", num_views=4)
+
+
+def test_settings_that_something_reads_are_accepted():
+    for given in (
+        {"loss_type": "sapo", "sapo_temperature_pos": 2.0},
+        {"loss_type": "vespo", "vespo_lambda_neg": 1.0},
+        {"loss_type": "cispo", "epsilon": 0.2},
+        {"loss_type": "cispo", "epsilon_high": 4.0},
+        {"method": "tracerl", "num_iterations": 1, "delta": 3.0},
+        {"sync_ref_model": True, "ref_model_sync_steps": 64, "ref_model_mixup_alpha": 0.9},
+        SERVER | {"rollout_own_batch": True, "rollout_server_timeout": 9.0},
+        {"protect_special_tokens": True},
+        {"use_bias_correction_kl": True},
+        {"calls_per_turn": 2},  # of tools that a trainer gets: `check_single_turn`
+        BUDGET | {"lr_scheduler_type": "constant", "save_at_compute": [0.5, 1.0]},
+    ):
+        assert refusal(**given) == ""
 
 
 def test_a_users_own_entries_may_read_any_setting(monkeypatch):

@@ -116,6 +116,19 @@ def test_a_run_says_at_its_start_which_of_its_settings_are_idle(tiny_model_dir, 
     assert [line.partition("optimizer step and ")[2] for line in lines if "Without effect" in line] == said
 
 
+def test_a_run_without_evaluations_says_which_settings_of_them_it_has(tiny_model_dir, caplog):
+    """`--eval_strategy no` next to a config file with evaluations is no mistake."""
+    task = Path(__file__).with_name("letters_task.py")
+    given = {"output_dir": "unused", "model_path": str(tiny_model_dir), "dataset": str(task)}
+    given |= {"per_device_train_batch_size": 48, "max_completion_length": 32, "diffusion_steps": 16}
+    evaluation = {"eval_steps": 5, "eval_limit": 8, "num_generations_eval": 1, "per_device_eval_batch_size": 6}
+    caplog.set_level("INFO", "d1.rl.stage")
+    for options in ({}, evaluation, evaluation | {"eval_strategy": "steps"}):
+        stage(DiffuGRPOConfig(**given, **options), ModelConfig(), None).prepare()
+    lines = [record.getMessage() for record in caplog.records if "eval" in record.getMessage()]
+    assert lines == ["Without effect, because eval_strategy is no: eval_steps 5, eval_limit 8, num_generations_eval 1"]
+
+
 BOUNDS = "bounds that advantages read"
 
 

@@ -27,7 +27,7 @@ from tests.d1.rl.tool_runs import make_turns
 from tests.tiny_grpo import assert_same, clockless, logged, make_method, weights
 
 pytestmark = pytest.mark.usefixtures("server_key")
-PARTS = {"rollout_batch_size": 2, "rollout_server_timeout": LIMIT}  # of four rows per process
+PARTS = {"rollout_batch_size": 2}  # of four rows per process
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
 CASES = {
     "d1": ("d1", {}),
@@ -159,9 +159,9 @@ def test_a_run_without_servers_ends_and_resumes(fleet, tiny_model_dir, folder, t
 
     ends = folder / f"ends{accumulated}"
     fails, step = (2, 2) if accumulated == 1 else (4, 1)
-    short = options | {"rollout_server_timeout": 1.0}
+    impatient = fleet.flags | {"rollout_server_timeout": 1.0}
     with pytest.raises(ConnectionError, match=f"continue from .*/checkpoint-{step} with --resume"):
-        trained(tiny_model_dir, ends, before={1: go_on, fails: stop}, **short, **fleet.flags)
+        trained(tiny_model_dir, ends, before={1: go_on, fails: stop}, **options, **impatient)
     works[0].join()
     assert not [*folder.rglob("d1-weights*")]
     for number in range(2):

@@ -99,6 +99,20 @@ def test_an_entry_of_kept_prompts_gets_no_others():
     assert not ADVANTAGES["standardised_batch"](torch.ones(2, 3)).any()
 
 
+def test_residues_of_rounding_are_no_advantages():
+    """The mean of six equal rewards can differ from them by rounding."""
+    rewards = torch.tensor([0.3, 0.9, 0.45]).unsqueeze(1).expand(3, 6)
+    residues = rewards - rewards.mean(1, keepdim=True)
+    assert residues.any()
+    assert not ADVANTAGES["standardised_batch"](residues).any()
+    # Others are what the formula gives, to the bit, and a completion without a reward still has none.
+    small = torch.tensor([[1e-4, -1e-4, torch.nan], [3e-5, 0.0, -3e-5]])
+    rewarded = small[~small.isnan()]
+    expected = ((small - rewarded.mean()) / rewarded.std()).nan_to_num(0.0)
+    assert torch.equal(ADVANTAGES["standardised_batch"](small), expected)
+    assert expected.abs().max() > 1
+
+
 def ppo_and_nll(inputs, run):
     """-min(rho A, clip(rho) A), and -nll_weight log p of right rows, by loops over tokens."""
 

@@ -16,6 +16,7 @@ from d1.rl.losses import (
     MEANS,
     OBJECTIVES,
     PENALTIES,
+    TRLS_SETTINGS,
     Advantage,
     AdvantageInputs,
     LossInputs,
@@ -356,6 +357,29 @@ def test_trls_clip_does_nothing_while_the_policy_is_the_one_that_sampled_but_for
     changes = [{}, {"epsilon_low": 0.01}, {"epsilon_high": 0.02}, {"delta": 1.1}]
     found = [gradient(trl_loss(trainer, inputs, loss_type=loss_type, **one)[0], inputs) for one in changes]
     assert all(torch.equal(one, found[0]) for one in found) == (loss_type != "cispo")
+
+
+@pytest.mark.parametrize("loss_type", TRLS_SETTINGS)
+def test_trls_loss_reads_the_settings_that_are_listed_for_its_type(trainer, loss_type, monkeypatch):
+    inputs = random_inputs(views=1, weights="one")
+    # The names of TRL's own attributes; `epsilon_high` is `epsilon`, if it is unset.
+    other = {"epsilon": {"epsilon_low": 0.9, "epsilon_high": 0.02}, "epsilon_high": {"epsilon_high": 0.02}}
+    other["delta"] = {"delta": 1.1}
+    for names in (TRLS_SETTINGS["sapo"], TRLS_SETTINGS["vespo"]):
+        other.update({name: {} for name in names})
+    assert {name for names in TRLS_SETTINGS.values() for name in names} == other.keys()
+    plain = gradient(trl_loss(trainer, inputs, loss_type=loss_type)[0], inputs)
+    read = set()
+    for name, options in other.items():
+        with monkeypatch.context() as patch:
+            if not options:
+                patch.setattr(trainer.args, name, 2 * getattr(trainer.args, name))
+            found = gradient(trl_loss(trainer, inputs, loss_type=loss_type, **options)[0], inputs)
+        if not torch.equal(found, plain):
+            read.add(name)
+    assert read == {*TRLS_SETTINGS[loss_type]}
+    lower_bound = gradient(trl_loss(trainer, inputs, loss_type=loss_type, epsilon_low=0.9)[0], inputs)
+    assert torch.equal(lower_bound, plain) == (loss_type in ("cispo", "sapo", "vespo"))
 
 
 @pytest.mark.parametrize("objective", OURS)

@@ -102,6 +102,28 @@ def test_each_optimizer_step_has_rows_of_its_own_and_the_old_policy_is_the_one_t
     assert all((value - start[name]).abs().max() > 1e-4 for name, value in weights(trainer.model).items())
 
 
+def test_the_sampling_policy_is_the_one_before_a_rollouts_first_optimizer_step_in_every_epoch(tiny_model_dir, tmp_path):
+    """An epoch of 3 rollouts of 3 micro-batches each, 2 per optimizer step: the last step of an epoch has one."""
+
+    class Watching(DiffuGRPOTrainer):
+        def after_rollout(self, batch):
+            super().after_rollout(batch)
+            self.sampled_at = self.state.global_step
+
+        def loss(self, model, batch):
+            seen.append((self.state.global_step == self.sampled_at, self.is_sampling_policy))
+            return super().loss(model, batch)
+
+    seen: list[tuple[bool, bool]] = []
+    split = {"steps_per_generation": 3, "gradient_accumulation_steps": 2, "num_iterations": 1}
+    sizes = {"per_device_train_batch_size": 4, "num_generations": 3, "max_steps": -1, "num_train_epochs": 3}
+    trainer = make_trainer(tiny_model_dir, tmp_path, Watching, **split, **sizes)
+    trainer.train()
+    assert len(seen) == 3 * 3 * 3
+    assert trainer.state.global_step == 3 * 5
+    assert [found for _, found in seen] == [expected for expected, _ in seen]
+
+
 @pytest.mark.parametrize("stopped_at", [1, 4])
 def test_a_run_resumes_between_two_mini_batches_bit_for_bit(tiny_model_dir, tmp_path, stopped_at):
     options = THREE | {"save_strategy": "steps", "save_steps": 1}

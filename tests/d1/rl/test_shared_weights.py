@@ -16,12 +16,12 @@ from d1.rl.sources import RolloutRequest
 from d1.runs.cli import exit_process
 from d1.sampling import rollout
 from tests import forks
-from tests.d1.rl.fleet import LIMIT, Fleet
+from tests.d1.rl.fleet import Fleet
 from tests.rounding import LOGITS, assert_near, rounding
 from tests.tiny_grpo import logged, make_method, weights
 
 pytestmark = pytest.mark.usefixtures("server_key")
-STEPS = {"max_steps": 4, "num_iterations": 1, "rollout_server_timeout": LIMIT}
+STEPS = {"max_steps": 4, "num_iterations": 1}
 KEY = (7, 1, 0)  # of the rows that are sampled at the end
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
 

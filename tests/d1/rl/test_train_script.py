@@ -356,6 +356,9 @@ def test_a_finished_run_started_again_is_left_alone_or_gets_the_model_it_lacks(t
     assert run_main(tmp_path, **{**again, "max_steps": 3}).state.global_step == 3
 
 
+SCORED = {"score_as_sampled": True}
+
+
 @pytest.mark.parametrize(
     ("before", "now", "message"),
     [
@@ -364,6 +367,11 @@ def test_a_finished_run_started_again_is_left_alone_or_gets_the_model_it_lacks(t
         ({"beta": 0.0}, {"beta": 0.04}, r"with beta 0.0 instead of 0.04: continue"),  # no reference was scored
         ({}, {"weight_decay": 0.2}, r"with weight_decay 0.1 instead of 0.2: continue"),
         ({"prompt_protocol": "llada"}, {}, r"with prompt_protocol llada instead of d1: continue"),
+        ({"block_length": 8}, {"block_length": 16}, r"with block_length 8 instead of 16: continue"),
+        ({"first_token": "causal"}, {"first_token": "masked"}, r"with first_token causal instead of masked: continue"),
+        (SCORED, SCORED | {"temperature": 0.7}, r"with temperature 0.9 instead of 0.7: continue"),
+        (SCORED, SCORED | {"top_k": 5, "top_p": 0.9}, r"with top_k 0 instead of 5, top_p 1.0 instead of 0.9: continue"),
+        ({}, {"temperature": 0.7, "top_k": 5, "top_p": 0.9}, {"temperature", "top_k", "top_p"}),
         ({}, {"beta": 0.01, "epsilon": 0.2, "learning_rate": 1.0}, {"beta", "epsilon", "learning_rate"}),
         ({}, {"loss_type": "grpo", "reward_weights": [2.0]}, {"loss_type", "reward_weights"}),
         ({}, {"sampler": "cached"}, {"sampler"}),
@@ -375,11 +383,32 @@ def test_a_resume_keeps_the_method_that_its_rollout_was_made_for(tmp_path, befor
         return {**DiffuGRPOConfig(**settings(tmp_path, **changes)).to_dict(), **vars(ModelConfig())}
 
     given = RunHistory(4, flat(before)), flat(now), tmp_path
+    rules = grpo_checks.resume_rules(DiffuGRPOConfig(**settings(tmp_path, **now)))
     if isinstance(message, set):
-        assert grpo_checks.ON_RESUME.changes(*given).keys() == message
+        assert rules.changes(*given).keys() == message
     else:
         with pytest.raises(ValueError, match=message):
-            grpo_checks.ON_RESUME.changes(*given)
+            rules.changes(*given)
+
+
+def test_a_run_whose_record_hides_first_token_can_be_resumed(tmp_path):
+    """As Transformers hides every setting with such a name; the record of a run now has it."""
+    assert DiffuGRPOConfig(**settings(tmp_path, first_token="masked")).to_dict()["first_token"] == "masked"
+    history = RunHistory(4, {"first_token": "<FIRST_TOKEN>"})
+    assert grpo_checks.ON_RESUME.changes(history, {"first_token": "causal"}, tmp_path).keys() == {"first_token"}
+
+
+def test_a_resume_has_the_blocks_of_its_rollout(tiny_model_dir, tiny_block_dir, tmp_path):
+    """A block length that nobody gave is, in both runs, that of the model or one that fits the canvas."""
+    for model in (tiny_model_dir, tiny_block_dir):
+        folder = tmp_path / model.name
+        given = {"model_path": str(model), "num_iterations": 2, "save_steps": 3, **TINY}
+        given |= {"block_length": None, "resume_from_checkpoint": "true"}
+        assert run_main(folder, max_steps=3, **given).state.global_step == 3
+        if model == tiny_model_dir:
+            with pytest.raises(ValueError, match=r"holds a run with block_length 8 instead of 2: continue it"):
+                run_main(folder, max_steps=5, **given | {"block_length": 2})
+        assert run_main(folder, max_steps=5, **given).state.global_step == 5
 
 
 def test_every_rule_names_a_setting():
