@@ -2,18 +2,22 @@
 
 Weights, gradients and optimizer states are counted. For activations and logits, models of two and three layers run one
 step at three batch sizes, on fake tensors, which have shapes but no data: the peak of live storages grows linearly with
-layers and rows. Not included: fragmentation, and communication beyond DeepSpeed's buckets.
+layers and rows. Logits of sampling grow with the rows up to one chunk, so they are added at the rows of the batch. Not
+included: fragmentation, and communication beyond DeepSpeed's buckets.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 import weakref
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
+import numpy as np
 import torch
 from peft import LoraConfig, get_peft_model
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -23,18 +27,21 @@ from transformers import DynamicCache, PreTrainedConfig
 
 from d1.models.adapters import lora_targets, skip_input_casts
 from d1.models.attention import has_causal_context
-from d1.models.diffusion_gemma import canvas_states, decode, encode, soft_embeddings
+from d1.models.diffusion_gemma import Context, canvas_states, decode, encode
 from d1.models.head import CHUNK_ELEMENTS, MAX_CHUNK_FACTOR, backbone_and_head, target_logps, unwrapped
 from d1.models.kinds import block_size, experts, has_masks, vocabulary
 from d1.models.memory import meta_model
 from d1.models.merged import copied_bytes
 from d1.models.packing import two_stream_states
+from d1.sampling import predict, uniform
+from d1.sampling.settings import SamplingSettings
 from d1.transformers_bridge import CACHE
 
 GB = 10**9
 CARDS = (24, 40, 48, 80, 141)  # RTX 4090, A100, L40S, H100, H200; GB
 RESERVED = 1.2 * GB  # CUDA context, kernels and libraries
-SAMPLING_ELEMENTS = CHUNK_ELEMENTS // 2 * MAX_CHUNK_FACTOR  # logits at once in sampling on a large card
+SAMPLING_ELEMENTS = CHUNK_ELEMENTS // 2 * MAX_CHUNK_FACTOR  # logits at once in sampling on a card of 80 GB or more
+MAX_ROWS = 10**7  # of the search for the largest batch
 ROWS = 32  # rows of a fake step, enough for activations to determine its peak with any vocabulary
 BUCKET = 5 * 10**8  # elements of DeepSpeed's default reduction bucket
 NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)  # 4 bits, a byte per block of 64, an fp32 per 256 blocks (QLoRA, section 3)
@@ -91,6 +98,28 @@ class LiveStorages(TorchDispatchMode):
 
     def release(self, size: int) -> None:
         self.live -= size
+
+
+class FakeStep(NamedTuple):
+    """Bytes of one step beyond weights, gradients and optimizer states. In training only `peak` is known."""
+
+    peak: int
+    backbone: int = 0  # peak of the backbone
+    held: int = 0  # after the backbone: its states, and the cache of a model with blocks
+    logits: int = 0  # what the predictions add to `held`, at their peak
+
+
+class Moment(NamedTuple):
+    """Bytes at one moment of a step, by the number of rows: `constant` + `per_row` x rows + logits. `logits` are (rows,
+    bytes), in the order of rows: between two of them bytes grow linearly, and after the last not at all."""
+
+    constant: float
+    per_row: float
+    logits: tuple[tuple[int, int], ...] = ((0, 0),)
+
+    def bytes_at(self, rows: int) -> float:
+        counts, sizes = zip(*self.logits, strict=True)
+        return self.constant + self.per_row * rows + float(np.interp(rows, counts, sizes))
 
 
 class Grouped(torch.autograd.Function):
@@ -167,7 +196,12 @@ def quantised(model: Any) -> list[torch.nn.Linear]:
 
 
 def step_peak(config: PreTrainedConfig, settings: FitSettings, layers: int, rows: int) -> int:
-    """Peak bytes of one fake step beyond weights, gradients and optimizer states.
+    """Peak bytes of one fake step beyond weights, gradients and optimizer states."""
+    return fake_step(config, settings, layers, rows).peak
+
+
+def fake_step(config: PreTrainedConfig, settings: FitSettings, layers: int, rows: int) -> FakeStep:
+    """One step on fake tensors.
 
     For a block-causal model, evaluation has its largest cache, where the prompt leaves room for one block, and training
     has a second, noised stream: the canvas in RL, the row in SFT.
@@ -178,7 +212,8 @@ def step_peak(config: PreTrainedConfig, settings: FitSettings, layers: int, rows
     grouped = patch(
         "torch.nn.functional.grouped_mm", lambda tokens, weights, **_: Grouped.apply(tokens, weights), create=True
     )
-    with FakeTensorMode(), grouped:
+    large_card = patch("d1.models.head.chunk_factor", lambda device: MAX_CHUNK_FACTOR)
+    with FakeTensorMode(), grouped, large_card:
         # On meta tensors attention would take another kernel than on fake tensors of a CPU.
         model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype))
         inner = unwrapped(model)
@@ -188,12 +223,13 @@ def step_peak(config: PreTrainedConfig, settings: FitSettings, layers: int, rows
         ids = torch.zeros(rows, settings.length, dtype=torch.long)
         # The mask of a batch with padding: attention falls back to kernels that take a mask.
         mask = torch.ones(rows, 1, settings.length, settings.length, dtype=torch.bool)
-        backbone, head = backbone_and_head(model)
+        backbone, _ = backbone_and_head(model)
         precision = torch.autocast("cpu", settings.weight_dtype, enabled=mixed)
         skip_input_casts(model)
         with LiveStorages() as storages, precision, torch.set_grad_enabled(training):
+            cache: Any = None  # what later passes of a rollout read stays in memory while tokens are drawn
             if not has_masks(config):
-                states = canvas_step(model, ids, settings)
+                states, cache = canvas_step(model, ids, settings)
             elif size and training:
                 noised = ids[:, -((settings.length if settings.stage == "sft" else settings.canvas) + size - 1) :]
                 clean_positions = None
@@ -201,30 +237,53 @@ def step_peak(config: PreTrainedConfig, settings: FitSettings, layers: int, rows
                     clean_positions = torch.arange(settings.length).expand(rows, -1)
                 visible = torch.ones_like(ids)  # masks over queries are made from it
                 states = two_stream_states(model, ids, noised, visible, clean_at=clean_positions)
+            elif size:
+                cache = DynamicCache()
+                states = backbone(ids, mask, **{CACHE: cache})
             else:
-                states = backbone(ids, mask, **({CACHE: DynamicCache()} if size else {}))
-            if not training and not has_masks(config):
-                logits = head(states.flatten(0, 1)[: max(1, SAMPLING_ELEMENTS // 2 // vocabulary(config))])
-                soft_embeddings(model, logits.double().softmax(-1).cumsum(-1).float())
-            elif not training:
-                flat = states[:, -settings.block_length :].flatten(0, 1)
-                logits = head(flat[: max(1, SAMPLING_ELEMENTS // vocabulary(config))]).float()
-                exponential = -torch.log1p(-torch.rand_like(logits).clamp(min=1e-9))
-                (logits - 0.5 * exponential.log()).argmax(-1)
-            else:
+                states = backbone(ids, mask)
+            if training:
                 flat = states.flatten(0, 1)
                 chunk = max(1, CHUNK_ELEMENTS // vocabulary(config))
                 logps, _ = target_logps(model, flat[:chunk], torch.zeros(len(flat[:chunk]), dtype=torch.long))
                 (flat[chunk:].float().sum() - logps.mean()).backward()
-        return storages.peak
+                return FakeStep(storages.peak)
+            backbone_peak, held = storages.peak, storages.live
+            storages.peak = held
+            predict_tokens(model, states, settings)
+            logits = storages.peak - held
+        return FakeStep(max(backbone_peak, held + logits), backbone_peak, held, logits)
 
 
-def canvas_step(model: Any, ids: torch.Tensor, settings: FitSettings) -> torch.Tensor:
+def drawn_positions(config: PreTrainedConfig, settings: FitSettings) -> int:
+    """The positions of a row that a pass of a rollout predicts: a canvas, or a block, which samplers choose for a
+    model with blocks as the model's own."""
+    if not has_masks(config):
+        return int(config.canvas_length)
+    block = block_size(config)
+    if not block or has_causal_context(config):
+        block = settings.block_length
+    return min(block, settings.length)
+
+
+def predict_tokens(model: Any, states: torch.Tensor, settings: FitSettings) -> None:
+    """Draw the tokens of a pass from `states` (rows, tokens, hidden) as the samplers do: of the last block, or of a
+    canvas. A greedy choice takes two thirds of these bytes."""
+    if not has_masks(model.config):
+        uniform.predict(model, states, 1.0, torch.zeros(states.shape[:2], dtype=torch.float64), soft=True)
+        return
+    rows, positions = len(states), drawn_positions(model.config, settings)
+    states = states[None, :, -positions:]
+    drawing = SamplingSettings(positions, positions, positions, temperature=1.0)
+    predict.predict(model, states, [positions] * rows, drawing, 0, None, torch.float32)
+
+
+def canvas_step(model: Any, ids: torch.Tensor, settings: FitSettings) -> tuple[torch.Tensor, Context | None]:
     """The states of a step of a model with uniform noise: in SFT of the text and a canvas, in RL of all canvases, in
-    evaluation of the last canvas."""
+    evaluation of the last canvas. In evaluation also the context that the next passes read."""
     size = model.config.canvas_length
     if settings.stage == "rl":
-        return canvas_states(model, ids, ids[:, -settings.canvas :], torch.ones_like(ids))
+        return canvas_states(model, ids, ids[:, -settings.canvas :], torch.ones_like(ids)), None
     text_ids, start = ids, 0
     if settings.stage != "sft":
         text_ids, start = ids[:, :-size], settings.length - size
@@ -233,35 +292,71 @@ def canvas_step(model: Any, ids: torch.Tensor, settings: FitSettings) -> torch.T
         context.forget(model.config)
     positions = start + torch.arange(size).expand(len(ids), -1)
     canvas = decode(model, ids[:, :size], positions, positions[:, :1].expand(-1, size), context)
-    return torch.cat([states, canvas], dim=1) if settings.stage == "sft" else canvas
+    if settings.stage == "sft":
+        return torch.cat([states, canvas], dim=1), None
+    return canvas, context
+
+
+def full_step(config: PreTrainedConfig, settings: FitSettings, rows: int) -> FakeStep:
+    """A step of all layers, extrapolated from two shallow models."""
+    shallow, deep = depths(config)
+    low = fake_step(config, settings, shallow, rows)
+    high = fake_step(config, settings, deep, rows)
+    more = config.num_hidden_layers - shallow
+    sizes = [few + (many - few) * more // (deep - shallow) for few, many in zip(low, high, strict=True)]
+    return FakeStep(*sizes)
+
+
+def fit_line(sizes: dict[int, int]) -> tuple[float, float]:
+    """Bytes as (constant, per row), from those at a batch, `ROWS` and 2 x `ROWS` rows.
+
+    The slope is taken at many rows: with few, the gradient of the embeddings can exceed the activations of the layers.
+    The constant covers both the batch and a large one.
+    """
+    per_row = (sizes[2 * ROWS] - sizes[ROWS]) / ROWS
+    return max(size - per_row * rows for rows, size in sizes.items() if rows != 2 * ROWS), per_row
+
+
+def activation_moments(config: PreTrainedConfig, settings: FitSettings) -> list[Moment]:
+    """The moments of a step, the largest of which is its peak. In RL those of an update and those of a rollout."""
+    if settings.stage == "eval":
+        return sampling_moments(config, settings)
+    views = min(settings.views, settings.views_at_once)
+    rows = (settings.batch * views, ROWS, 2 * ROWS)
+    constant, per_row = fit_line({count: full_step(config, settings, count).peak for count in rows})
+    moments = [Moment(constant, per_row * views)]
+    if settings.stage == "rl":
+        # A rollout can be the larger part: its cache, or its logits compared with activations that are recomputed.
+        moments += sampling_moments(config, replace(settings, stage="eval", views=1))
+    return moments
+
+
+def sampling_moments(config: PreTrainedConfig, settings: FitSettings) -> list[Moment]:
+    """The two moments of a pass of a rollout: in the backbone, and when tokens are drawn from logits.
+
+    Samplers hold the logits of as many rows as fill one chunk. A smaller batch has only those of its own rows.
+    """
+    steps = {rows: full_step(config, settings, rows) for rows in (settings.batch, ROWS, 2 * ROWS)}
+
+    # Logits of the batch, of half a chunk and of a whole one: beyond a half, a row adds fewer bytes, because entropies
+    # are computed for half a chunk at a time.
+    chunk_logits = SAMPLING_ELEMENTS if has_masks(config) else SAMPLING_ELEMENTS / 2  # the others are in fp64
+    chunk_rows = math.ceil(chunk_logits / (drawn_positions(config, settings) * vocabulary(config)))
+    counts = {math.ceil(chunk_rows / 2), chunk_rows, min(settings.batch, chunk_rows)}
+    shallow = depths(config)[0]
+    logits = tuple((rows, fake_step(config, settings, shallow, rows).logits) for rows in sorted(counts))
+
+    in_backbone = fit_line({rows: step.backbone for rows, step in steps.items()})
+    at_head = fit_line({rows: step.held for rows, step in steps.items()})
+    return [Moment(*in_backbone), Moment(*at_head, ((0, 0), *logits))]
 
 
 def activation_bytes(config: PreTrainedConfig, settings: FitSettings) -> tuple[float, float]:
-    """Bytes of activations and logits as (constant, per row), from steps of 2 and 3 layers at three batch sizes.
-
-    The slope is taken at many rows: with few, the gradient of the embeddings can exceed the activations of the layers.
-    """
-    views = min(settings.views, settings.views_at_once)
-    batch_rows = settings.batch * views
-    shallow, deep = depths(config)
-    peaks = {}
-    for rows in (batch_rows, ROWS, 2 * ROWS):
-        low = step_peak(config, settings, shallow, rows)
-        high = step_peak(config, settings, deep, rows)
-        peaks[rows] = low + (high - low) * (config.num_hidden_layers - shallow) // (deep - shallow)
-
-    # The peak is linear in the rows; the constant must cover the batch of the settings and a large one.
-    one_row = (peaks[2 * ROWS] - peaks[ROWS]) / ROWS
-    constant = max(peaks[rows] - one_row * rows for rows in (batch_rows, ROWS))
-    update = constant, one_row * views
-    if settings.stage != "rl":
-        return update
-
-    # A rollout can be the larger part: its cache, or its logits compared with activations that are recomputed.
-    rollout = activation_bytes(config, replace(settings, stage="eval", views=1))
-    if block_size(config):
-        return max(update[0], rollout[0]), max(update[1], rollout[1])
-    return max(update, rollout, key=lambda part: part[0] + part[1] * settings.batch)
+    """Bytes of activations and logits as (constant, per row), whose sum at the batch of the settings is the peak of its
+    step. Other batches may have other constants: see `activation_moments`."""
+    moments = activation_moments(config, settings)
+    peak = max(moments, key=lambda moment: moment.bytes_at(settings.batch))
+    return peak.bytes_at(settings.batch) - peak.per_row * settings.batch, peak.per_row
 
 
 def total_and_active(config: PreTrainedConfig) -> tuple[int, int]:
@@ -330,13 +425,19 @@ def resident_bytes(config: PreTrainedConfig, settings: FitSettings) -> dict[str,
 
 def fit_table(config: PreTrainedConfig, settings: FitSettings) -> str:
     """The estimate in GB by part, and the largest batch on each of `CARDS`; first, for a mixture, its parameters."""
-    constant, per_row = activation_bytes(config, settings)
+    moments = activation_moments(config, settings)
     parts = resident_bytes(config, settings) | {"CUDA and libraries": RESERVED}
-    fixed, batch = sum(parts.values()) + constant, settings.batch
-    parts["activations and logits"] = constant + per_row * batch
+    resident, batch = sum(parts.values()), settings.batch
+
+    def activations(rows: int) -> float:
+        return max(moment.bytes_at(rows) for moment in moments)
+
+    def total_bytes(rows: int) -> float:
+        return resident + activations(rows) + settings.stored * rows
+
+    parts["activations and logits"] = activations(batch)
     parts["views and log-probs"] = settings.stored * batch
-    per_row += settings.stored
-    parts[f"total at batch {batch}"] = fixed + per_row * batch
+    parts[f"total at batch {batch}"] = total_bytes(batch)
     total, active = total_and_active(config)
     lines = []
     if active < total:
@@ -344,6 +445,6 @@ def fit_table(config: PreTrainedConfig, settings: FitSettings) -> str:
     lines += [f"{name:<24}{value / GB:>9.2f} GB" for name, value in parts.items() if round(value / GB, 2)]
     lines += ["", "card                    largest batch per GPU"]
     for card in CARDS:
-        rows = int((card * GB - fixed) // per_row)
+        rows = bisect_right(range(1, MAX_ROWS), float(card * GB), key=total_bytes)
         lines.append(f"{card:>4} GB{rows if rows > 0 else 'does not fit':>26}")
     return "\n".join(lines)

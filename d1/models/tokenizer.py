@@ -187,7 +187,9 @@ def check_mask_token(tokenizer: Any, mask: str, others: Mapping[str, str] | None
     else:
         words = backend.get_vocab(with_added_tokens=False)
     text = mask.replace("\u2581", "").replace("\u0120", "").removeprefix("##").strip()  # without marks of a space
-    if mask in words and (len(text) < 2 or text.isalnum()):
+    is_new = mask not in tokenizer.get_vocab()
+    is_text = len(text) < 2 or all(part.isalnum() for part in text.split())
+    if (mask in words or is_new) and is_text:
         raise ValueError(
             f"{name}: the mask token {mask!r} is ordinary text, which would be hidden wherever it occurs: name a "
             "special token of the vocabulary, or a new one"

@@ -25,7 +25,7 @@ from d1.ranges import check_ranges
 from d1.rl.checks import find_method
 from d1.rl.config import INHERITED, DiffuGRPOConfig
 from d1.rl.methods import CANVAS, METHODS, SCHEDULE, Method
-from d1.runs.cli import quick_imports, refuse_flags, run_script, show_defaults
+from d1.runs.cli import check_repeats, quick_imports, refuse_flags, run_script, show_defaults
 from d1.runs.flag_names import hints_of_flags
 
 if TYPE_CHECKING:
@@ -142,6 +142,8 @@ class Parser(TrlParser):
             self.error("argument --config: expected the path of a yaml file")
         self.read_method(words)
         try:
+            if "--config" in words:
+                check_repeats(words[words.index("--config") + 1])
             return super().parse_args_and_config(words, *more, **kwargs)
         except yaml.YAMLError as error:
             raise ValueError(f"the --config file is not valid yaml: {error}") from error

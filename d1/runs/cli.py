@@ -321,6 +321,7 @@ class SettingsParser(OneLineParser, Generic[T]):
             settings = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
         except (yaml.YAMLError, UnicodeDecodeError) as error:
             raise ValueError(f"--config {file} is no yaml: {error}") from error
+        check_repeats(file)
         if not isinstance(settings, dict):
             raise ValueError(f"--config {file} must have lines NAME: VALUE, got {settings!r}")
         flags = {flag: action for action in self._actions for flag in action.option_strings if action.dest != "config"}
@@ -343,6 +344,19 @@ class SettingsParser(OneLineParser, Generic[T]):
             elif value is not None:
                 words += [f"--{name}={str(value).lower() if isinstance(value, bool) else value}"]
         return words
+
+
+def check_repeats(file: str | Path) -> None:
+    """Raises ValueError if a yaml file gives a setting twice, of which a loader takes the last."""
+    settings = yaml.compose(Path(file).read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    if not isinstance(settings, yaml.MappingNode):
+        return
+    lines: dict[str, int] = {}
+    for name, _ in settings.value:
+        line = name.start_mark.line + 1
+        if name.value in lines:
+            raise ValueError(f"--config {file}: {name.value} is in lines {lines[name.value]} and {line}: keep one")
+        lines[name.value] = line
 
 
 # --- What SFT, preference training and distillation share -------------------------------------------------------------
@@ -388,7 +402,9 @@ class TrainingSettings:
     gradient_checkpointing: bool = setting(False, "use less memory and a third more time")
     merge_at_end: bool = setting(False, "also save the model with its adapter merged, to .../merged")
     seed: Annotated[int, SEED] = setting(42)
-    max_steps: Annotated[int, COUNT | -1] = setting(-1, "stop after this number of optimizer steps; -1: no limit")
+    max_steps: Annotated[int, COUNT | -1] = setting(
+        -1, "train for this number of optimizer steps, whatever --num_epochs says; -1: as that says"
+    )
     max_grad_norm: Annotated[float, AMOUNT] = setting(1.0)
     logging_steps: Annotated[int, COUNT] = setting(10)
     resume: str | None = setting(

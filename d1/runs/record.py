@@ -233,7 +233,7 @@ def flatten_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 # --- The model card: README.md in a run's folder, made from its `run.json` --------------------------------------------
 
-OPENING = "A masked diffusion language model, post-trained with d1."
+OPENING = "A diffusion language model, post-trained with d1."
 CARD = """---
 {metadata}
 ---
@@ -251,8 +251,7 @@ CARD = """---
 
 ## How to load it
 
-It fills in mask tokens; the `generate` of Transformers, which writes from left to right, refuses it. Use the library
-d1, an independent rewrite of the code of [d1](https://arxiv.org/abs/2504.12216):
+{sampling} Use the library d1, an independent rewrite of the code of [d1](https://arxiv.org/abs/2504.12216):
 
 ```bash
 pip install -e .  # in a copy of the library's repository
@@ -266,10 +265,18 @@ model, tokenizer = {loaded}, load_tokenizer("{name}")
 ```
 """
 SFT = "masked SFT with LLaDA's loss, arXiv 2502.09992, algorithm 2"
+CAUSAL_SFT = (
+    f"{SFT}, x {{masked_weight}}, after a causal context, whose next tokens have the cross-entropy x {{causal_weight}}"
+)
+UNIFORM_SFT = "SFT with uniform noise, the loss of TRL's sft_diffusion_gemma.py"
+MASK_SAMPLING = "It fills in mask tokens; the `generate` of Transformers, which writes from left to right, refuses it."
+UNIFORM_SAMPLING = "It starts from random tokens, and replaces those of one canvas after the other."
 STAGES = {  # a setting that no stage below has -> the tag of the stage, and how it trains; the first that is set counts
     "dataset": ("diffu-grpo", "diffu-GRPO, method {method}: {paper}"),
     "keep": ("distillation", "distillation, method {method}: {paper}"),
     "method": ("preference", "preferences, method {method}: {paper}"),
+    "uniform_noise": ("sft", UNIFORM_SFT),
+    "causal_context": ("sft", CAUSAL_SFT),
     "edit_noise": ("sft", f"{SFT}, and visible tokens to correct (--edit_noise {{edit_noise}})"),
     "noise": ("sft", "SFT with masks and uniform ids (--noise {noise}), openreview.net/forum?id=zQKlzKB6I9"),
     "model_name": ("sft", SFT),
@@ -293,6 +300,9 @@ def write_card(folder: Path) -> None:
     data = settings.get("dataset") or settings["train_data"]
     method = how.format_map({"paper": "", **settings, "method": local_name(settings.get("method") or "")})
     method = re.sub(r"arXiv (\d{4}\.\d{5})", r"[arXiv \1](https://arxiv.org/abs/\1)", method)
+    sampling, noise = MASK_SAMPLING, "masked-diffusion"
+    if settings.get("uniform_noise"):
+        sampling, noise = UNIFORM_SAMPLING, "discrete-diffusion"
     load_call = f'load_model("{name}")'
     if is_adapter:
         load_call = f'load_model("{base_name}", adapter="{name}")'
@@ -301,7 +311,7 @@ def write_card(folder: Path) -> None:
         datasets=[data] if on_hub(data) else None,
         library_name="peft" if is_adapter else "transformers",
         pipeline_tag="text-generation",
-        tags=["d1", "masked-diffusion", tag],
+        tags=["d1", noise, tag],
     )
     card = CARD.format(
         metadata=metadata.to_yaml(),
@@ -309,6 +319,7 @@ def write_card(folder: Path) -> None:
         base=base_cell,
         method=method,
         data=local_name(data),
+        sampling=sampling,
         loaded=load_call,
         name=name,
     )

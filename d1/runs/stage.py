@@ -20,13 +20,16 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers import Trainer, TrainerCallback, TrainingArguments, get_scheduler, set_seed
+from transformers.integrations import is_tensorboard_available
 
 from d1.files import FileLock, LockHeldError, check_output_dir, give_usual_mode, writing
 from d1.models import load_model, load_tokenizer
 from d1.models.adapters import lora_targets, merge_adapter
+from d1.models.attention import has_causal_context
 from d1.models.convert import merge
 from d1.models.folder import ModelFolder
+from d1.models.kinds import has_masks
 from d1.models.precision import cpu_runs_bf16
 from d1.models.tokenizer import check_chat_template
 from d1.runs.checkpoints import (
@@ -80,6 +83,7 @@ class Stage:
         check_processes(training.world_size)
         if training.push_to_hub:  # Trainer would upload from a folder that is renamed meanwhile
             raise ValueError(f"--push_to_hub: upload the finished run instead, with `hf upload NAME {folder}`")
+        check_trainer_arguments(training)
         with folder_lock(folder, training):
             trainer = self.run_or_finish(folder)
         if training.should_save:
@@ -117,8 +121,15 @@ class Stage:
                 log_without_account(folder)
             trainer = make_trainer()
             if training.should_save:
-                kind = trainer.accelerator.distributed_type.value  # Accelerate decides on FSDP when a trainer is made
-                save_record(folder, {**settings, **facts, "distributed_type": kind}, history, changed)
+                model: Any = trainer.model
+                facts = {
+                    **facts,
+                    "uniform_noise": not has_masks(model.config),
+                    "causal_context": has_causal_context(model.config),
+                    # Accelerate decides on FSDP when a trainer is made.
+                    "distributed_type": trainer.accelerator.distributed_type.value,
+                }
+                save_record(folder, {**settings, **facts}, history, changed)
             if changed or (checkpoint and not history.settings):  # without a record, any setting may have changed
                 trainer.add_callback(RestartSchedule("learning_rate" in changed))
             train_with_console(trainer, checkpoint)
@@ -155,6 +166,19 @@ class Stage:
             return hash_settings(self.settings())
 
         return from_rank_0(hash_contents)
+
+
+def check_trainer_arguments(training: TrainingArguments) -> None:
+    """Raises ValueError for arguments that a Trainer would refuse, after the model is loaded."""
+    if "tensorboard" in (training.report_to or ()) and not is_tensorboard_available():
+        raise ValueError("--report_to tensorboard: pip install -e '.[tensorboard]' in the checkout")
+    weight = torch.nn.Parameter(torch.zeros(1))
+    name = training.lr_scheduler_type
+    kwargs: Any = training.lr_scheduler_kwargs
+    try:
+        get_scheduler(name, torch.optim.SGD([weight], lr=1.0), 1, 2, scheduler_specific_kwargs=kwargs)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"--lr_scheduler_type {getattr(name, 'value', name)}: {error}") from error
 
 
 # --- The stages with `TrainingSettings` -------------------------------------------------------------------------------

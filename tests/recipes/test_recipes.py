@@ -71,23 +71,50 @@ CONFIGS = {  # path of the model -> its config.json
     **dict.fromkeys(("runs/qwen2.5-0.5b-a2d", "runs/qwen2.5-0.5b-sft"), SMALL),
     **dict.fromkeys(("runs/smollm2-135m-a2d", "runs/smollm2-135m-sft"), SMOLLM2),
 }
+# Of models without a recipe, with the sizes that their cards state.
+ILLADA = {"n_kv_heads": 8, "mlp_hidden_size": 14336, "vocab_size": 155136, "embedding_size": 155136}
+ILLADA |= {"weight_tying": True, "mask_token_id": 5}
+A3B = {"head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+OTHER_CONFIGS = {
+    "GSAI-ML/iLLaDA-8B-Instruct": LLADA | ILLADA,
+    "JetLM/SDAR-4B-Chat": SDAR | shape(36, 2560, 32, 8, 9728, 151936),
+    "JetLM/SDAR-30B-A3B-Chat": config_of(
+        "sdar_moe", **shape(48, 2048, 32, 4, 6144, 151936, **A3B, mask_token_id=151669)
+    ),
+    "Efficient-Large-Model/Fast_dLLM_v2_1.5B": config_of(
+        "Fast_dLLM_Qwen", **shape(28, 1536, 12, 2, 8960, 151936, bd_size=32, tie_word_embeddings=True)
+    ),
+    "nvidia/Nemotron-Labs-Diffusion-8B": NEMOTRON | shape(34, 4096, 32, 8, 14336, 131072),
+    "nvidia/Nemotron-Labs-Diffusion-14B": NEMOTRON | shape(40, 5120, 32, 8, 16384, 131072),
+    "inclusionAI/LLaDA2.0-flash": LLADA2 | shape(32, 4096, 32, 4, 9216, 157184, moe_intermediate_size=1024),
+}
 DOCUMENTED = {  # row of docs/models.md -> path
     "LLaDA-8B, LLaDA-1.5": "GSAI-ML/LLaDA-8B-Instruct",
+    "iLLaDA-8B": "GSAI-ML/iLLaDA-8B-Instruct",
     "Dream-7B, DreamOn-7B": "Dream-org/Dream-v0-Instruct-7B",
     "SDAR-1.7B": "JetLM/SDAR-1.7B-Chat",
+    "SDAR-4B": "JetLM/SDAR-4B-Chat",
     "SDAR-8B": "JetLM/SDAR-8B-Chat",
+    "SDAR-30B-A3B": "JetLM/SDAR-30B-A3B-Chat",
+    "Fast-dLLM v2 1.5B": "Efficient-Large-Model/Fast_dLLM_v2_1.5B",
     "Fast-dLLM v2 7B": "Efficient-Large-Model/Fast_dLLM_v2_7B",
     "LLaDA-MoE-7B-A1B": "inclusionAI/LLaDA-MoE-7B-A1B-Instruct",
     "LLaDA2 mini": "inclusionAI/LLaDA2.0-mini",
     "Nemotron-Labs-Diffusion-3B": "nvidia/Nemotron-Labs-Diffusion-3B",
+    "Nemotron-Labs-Diffusion-8B": "nvidia/Nemotron-Labs-Diffusion-8B",
+    "Nemotron-Labs-Diffusion-14B": "nvidia/Nemotron-Labs-Diffusion-14B",
     "DiffusionGemma": NEW,
+    "LLaDA2 flash": "inclusionAI/LLaDA2.0-flash",
 }
+MODELS_PAGE = (ROOT / "docs" / "models.md").read_text()
+# Rows of its table of memory: the model, its parameters in billions, those that are active, and GB of three stages.
+MEMORY_ROWS = re.findall(r"^\| (.+) \| ([\d.]+) \| ([\d.]*) \| (\d+) \| (\d+) \| (\d+) \|$", MODELS_PAGE, re.MULTILINE)
 
 
 @pytest.fixture
 def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working folder, in which each model's path contains its config.json, so that the hub is not needed."""
-    for name, config in CONFIGS.items():
+    for name, config in (CONFIGS | OTHER_CONFIGS).items():
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "config.json").write_text(json.dumps(config))
     monkeypatch.chdir(tmp_path)
@@ -362,10 +389,11 @@ def test_the_tables_list_every_recipe_and_every_model_has_one_of_each_stage() ->
 
 
 def test_the_configs_of_this_test_have_the_published_sizes(models: Path) -> None:
-    page = (ROOT / "docs" / "models.md").read_text()
-    rows = {row: name for row, name in DOCUMENTED.items() if name != NEW or HAS_CLASS}
-    for row, name in rows.items():
-        billions, active = re.search(rf"^\| {row} \| ([\d.]+) \| ([\d.]*) \|", page, re.MULTILINE).groups()
+    assert [row for row, *_ in MEMORY_ROWS] == [*DOCUMENTED]
+    for row, billions, active, *_ in MEMORY_ROWS:
+        name = DOCUMENTED[row]
+        if name == NEW and not HAS_CLASS:
+            continue
         total, used = total_and_active(native_config(str(models / name))[0])
         assert (f"{total / 1e9:.2f}", f"{used / 1e9:.2f}") == (billions, active or billions), row
     total, _ = total_and_active(native_config(str(models / "runs/qwen2.5-0.5b-a2d"))[0])
@@ -374,6 +402,29 @@ def test_the_configs_of_this_test_have_the_published_sizes(models: Path) -> None
     total, _ = total_and_active(native_config(str(models / "runs/smollm2-135m-a2d"))[0])
     layer = 2 * 576 * 576 + 2 * 576 * 192 + 3 * 576 * 1536 + 2 * 576  # q, o, k, v, mlp, norms
     assert total == 49153 * 576 + 30 * layer + 576 == 134_515_584
+
+
+def documented_marks(row: str) -> list[Any]:
+    if row == "DiffusionGemma":
+        return [needs_class, pytest.mark.slow]
+    return [] if row in ("LLaDA-8B, LLaDA-1.5", "SDAR-1.7B") else [pytest.mark.slow]
+
+
+@pytest.mark.parametrize("row", [pytest.param(row, id=row[0], marks=documented_marks(row[0])) for row in MEMORY_ROWS])
+def test_the_memory_of_a_documented_model_is_that_of_the_commands_next_to_the_table(
+    row: tuple[str, ...], models: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One command per column, without the share of CUDA."""
+    name, _, _, *cells = row
+    commands = re.findall(r"^python -m d1 (fit --model_path \S+ --stage .*)$", MODELS_PAGE, re.MULTILINE)
+    assert len(commands) == len(cells)
+    for command, cell in zip(commands, cells, strict=True):
+        words = shlex.split(command)
+        words[2] = DOCUMENTED[name]
+        main(make_parser().parse_args(words))
+        shown = capsys.readouterr().out
+        cuda = float(re.search(r"^CUDA and libraries +([\d.]+) GB$", shown, re.MULTILINE)[1])
+        assert memory_of(shown) - cuda == pytest.approx(float(cell), abs=0.51), command
 
 
 def test_the_recipes_of_llada_8b_are_d1s_runs() -> None:

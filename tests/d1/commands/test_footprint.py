@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from dataclasses import replace
@@ -16,8 +17,12 @@ from d1.__main__ import main, make_parser
 from d1.commands.fit import method_sizes, window_tokens, with_recipe
 from d1.commands.footprint import (
     BUCKET,
+    RESERVED,
     FitSettings,
+    Moment,
     activation_bytes,
+    activation_moments,
+    fake_step,
     fit_table,
     resident_bytes,
     step_peak,
@@ -27,9 +32,10 @@ from d1.commands.footprint import (
 from d1.models import load_model, prepare
 from d1.models.adapters import lora_targets
 from d1.models.folder import ModelFolder
-from d1.models.head import backbone_and_head, target_logps
-from d1.models.kinds import native_config
+from d1.models.head import MAX_CHUNK_FACTOR, backbone_and_head, target_logps
+from d1.models.kinds import block_size, native_config, native_config_of
 from d1.models.packing import two_stream_states
+from d1.models.published import CONFIGS as PUBLISHED
 from d1.rl.train import make_parser as rl_parser
 from d1.runs.stage import prepare_model
 from d1.sampling import SamplingSettings, generate, rollout
@@ -223,6 +229,15 @@ def test_rl_of_llada_8b_takes_what_it_did_on_a_gpu(in_4bit, monkeypatch):
     assert measured == pytest.approx(total, rel=0.01)
 
 
+def test_evaluation_of_llada_8b_takes_what_it_did_on_a_gpu():
+    """8 rows of 200 + 512 tokens, whose peak is in the transformer and not in the logits."""
+    _, table = (ROOT / "benchmarks" / "RESULTS.md").read_text().split("one H200 | stage |")
+    measured = float(re.search(r"^\| \| eval \| ([\d.]+) \|", table, re.MULTILINE)[1])
+    settings = FitSettings("eval", batch=8, length=712)
+    total = sum(resident_bytes(LLADA, settings).values()) + peak_of(LLADA, settings)
+    assert measured == pytest.approx(total / 1e9, rel=0.01)
+
+
 @pytest.mark.parametrize("stage", ["sft", "rl"])
 def test_4bit_weights_take_the_bytes_of_a_model_that_was_loaded(tmp_path, llada_writer, stage):
     """SFT's own preparation keeps embeddings, head, norms and adapter in fp32; RL keeps them in 16 bits."""
@@ -312,22 +327,95 @@ def test_a_merged_copy_is_counted_by_hand_for_llada_8b(tmp_path, capsys):
         main(make_parser().parse_args([*command, "--load_in_4bit", "--merged_rollouts"]))
 
 
+SDAR = native_config_of(PUBLISHED["JetLM/SDAR-1.7B-Chat"], "SDAR-1.7B")[0]
+
+
+def peak_of(config: Any, settings: FitSettings) -> float:
+    """Bytes of activations and logits at the batch of the settings."""
+    constant, per_row = activation_bytes(config, settings)
+    return constant + per_row * settings.batch
+
+
 def test_logits_of_sampling_are_those_of_a_chunk_on_a_large_card():
-    """Beyond 2^27 logits, more rows add none: with LLaDA's vocabulary beyond 33 rows of 32 tokens."""
-    few, more, most = (step_peak(LLADA, FitSettings("eval", length=64), 1, rows) for rows in (16, 32, 64))
-    one = 32 * 126464 * 4  # fp32 logits of a row
-    assert more - few > 16 * 3 * one
-    assert most - more < 8 * 3 * one
+    """The logits of a row in fp32, their log-probs and their probabilities. The last two are made for 2^26 logits at a
+    time, and a chunk has 2^27: with LLaDA's vocabulary 32 rows of 32 tokens."""
+    settings = FitSettings("eval", length=64)
+    row = 32 * 126464
+    expected = {1: 12 * row, 16: 12 * 16 * row, 32: 4 * 32 * row + 8 * 2**26, 64: 4 * 32 * row + 8 * 2**26}
+    for rows, size in expected.items():
+        assert fake_step(LLADA, settings, 1, rows).logits == pytest.approx(size, rel=2e-3), rows
 
 
-def test_the_largest_batch_fits_and_the_next_does_not():
-    settings = FitSettings("sft", length=1024, gradient_checkpointing=True)
+@pytest.mark.parametrize("batch", [1, 8])
+def test_a_small_batch_has_the_logits_of_its_own_rows(batch, monkeypatch):
+    """With a vocabulary whose logits are larger than all other activations, and chunks of a large card."""
+    monkeypatch.setitem(CONFIGS, "many words", LlamaConfig(**(TINY | {"vocab_size": 50_000}), use_cache=False))
+    monkeypatch.setattr("d1.models.head.chunk_factor", lambda device: MAX_CHUNK_FACTOR)
+    settings = replace(SETTINGS["eval"], batch=batch)
+    resident = sum(resident_bytes(CONFIGS["many words"], settings).values())
+    measured = measured_peak("many words", settings) - resident
+    assert peak_of(CONFIGS["many words"], settings) == pytest.approx(measured, rel=0.02)
+
+
+def test_the_peak_of_evaluation_is_counted_by_hand_for_sdar():
+    """When tokens are drawn, a model with blocks holds the keys and values of the text, its states and the logits of
+    one of its own blocks, 12 bytes for each. With short blocks, the first pass over the text takes more."""
+    settings = FitSettings("eval", batch=8, length=512, block_length=8)
+    cache, states, position = 28 * 2 * 8 * 128 * 2 * 512, 2 * 2048 * 512, 12 * 151936
+    config = copy.deepcopy(SDAR)
+    config.block_size = 32
+    assert peak_of(config, settings) == pytest.approx(8 * (cache + states + 32 * position), rel=1e-3)
+    assert block_size(SDAR) == 4
+    assert fake_step(SDAR, settings, 1, 8).logits == pytest.approx(8 * 4 * position, rel=1e-3)
+    assert 8 * (cache + states + 4 * position) < peak_of(SDAR, settings) < peak_of(config, settings)
+
+
+def test_the_peak_of_evaluation_is_counted_by_hand_for_llada_8b():
+    """With few tokens per row, the logits of one block per row, and 16-bit states of all tokens."""
+    settings = FitSettings("eval", batch=8, length=64)
+    assert peak_of(LLADA, settings) == pytest.approx(8 * (2 * 4096 * 64 + 12 * 32 * 126464), rel=1e-3)
+
+
+@pytest.mark.parametrize("config", [LLADA, SDAR], ids=["all at once", "blocks"])
+def test_evaluation_takes_more_with_every_row_and_every_token(config):
+    settings = FitSettings("eval")
+    batches, lengths = (1, 33, 200), (16, 456, 4096)
+    peaks = torch.tensor(
+        [[peak_of(config, replace(settings, batch=batch, length=length)) for batch in batches] for length in lengths]
+    )
+    assert (peaks.diff(dim=0) > 0).all()
+    assert (peaks.diff(dim=1) > 0).all()
+
+    # The table's largest batches are read from the peaks of all numbers of rows, of which one batch was asked for.
+    moments = activation_moments(config, replace(settings, length=456))
+    sizes = [max(moment.bytes_at(rows) for moment in moments) for rows in range(1, 300)]
+    assert sizes == sorted(sizes)
+    assert [sizes[batch - 1] for batch in batches] == pytest.approx(peaks[1].tolist(), rel=0.02)
+
+
+def test_rl_takes_the_larger_of_an_update_and_a_rollout():
+    """Their activations are never in memory together."""
+    settings = FitSettings("rl", batch=6, length=456, gradient_checkpointing=True)
+    update, *rollout = activation_moments(SDAR, settings)
+    evaluation = replace(settings, stage="eval")
+    assert rollout == activation_moments(SDAR, evaluation)
+    assert peak_of(SDAR, settings) == max(update.bytes_at(6), peak_of(SDAR, evaluation))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [FitSettings("sft", length=1024, gradient_checkpointing=True), FitSettings("eval", length=1024)],
+    ids=lambda settings: settings.stage,
+)
+def test_the_largest_batch_fits_and_the_next_does_not(settings):
     table = fit_table(LLADA, settings)
     rows = int(next(line for line in table.splitlines() if line.startswith("  80 GB")).split()[-1])
     totals = []
     for batch in (rows, rows + 1):
-        lines = fit_table(LLADA, replace(settings, batch=batch)).splitlines()
-        totals.append(float(next(line for line in lines if line.startswith("total")).split()[-2]))
+        parts = resident_bytes(LLADA, settings) | {"CUDA and libraries": RESERVED}
+        totals.append((sum(parts.values()) + peak_of(LLADA, replace(settings, batch=batch))) / 1e9)
+        shown = fit_table(LLADA, replace(settings, batch=batch)).splitlines()
+        assert f"{totals[-1]:.2f}" == next(line for line in shown if line.startswith("total")).split()[-2]
     assert totals[0] <= 80 < totals[1]
 
 
@@ -432,7 +520,7 @@ def test_a_mixtures_parameters_are_counted_by_hand_for_llada2_mini(tmp_path, mon
     total, active = total_and_active(config)
     assert total == shared + 19 * 256 * expert == 16_255_638_528
     assert active == shared + 19 * 8 * expert == 1_432_968_192
-    monkeypatch.setattr("d1.commands.footprint.activation_bytes", lambda *_: (0.0, 1.0))
+    monkeypatch.setattr("d1.commands.footprint.activation_moments", lambda *_: [Moment(0.0, 1.0)])
     first = fit_table(config, FitSettings("eval")).splitlines()[0]
     assert first.split() == ["parameters", "16.26", "billion,", "1.43", "active", "per", "token"]
     assert "active" not in fit_table(LLADA, FitSettings("eval"))

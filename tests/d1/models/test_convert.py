@@ -388,6 +388,9 @@ def test_what_cannot_be_converted_is_refused_and_nothing_is_written(kind_dirs, t
         (["a2d", tmp_path / "adapter", out], "adapter is an adapter: run `python -m d1 merge"),
         (["a2d", source, out, "--mask_token", "<|endoftext|>"], "is also the eos_token"),
         (["a2d", source, out, "--mask_token", "w5"], "the mask token 'w5' is ordinary text"),
+        (["a2d", source, out, "--mask_token", "new"], "the mask token 'new' is ordinary text"),
+        (["a2d", source, out, "--mask_token", "two words"], "the mask token 'two words' is ordinary text"),
+        (["a2d", source, out, "--mask_token", " "], "the mask token ' ' is ordinary text"),
         (
             ["export", tmp_path / "adapter", out, "--format", "sdar"],
             "is on a llama, which has no released format 'sdar'",

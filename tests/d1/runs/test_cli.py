@@ -271,6 +271,9 @@ def test_a_yaml_of_rl_may_use_either_name_but_not_both_and_no_unknown_one(tmp_pa
     config.write_text("model_name: m\nmodel_path: n\n")
     with pytest.raises(ValueError, match="model_name and model_path in the --config file are one setting"):
         rl_train.make_parser().parse_args_and_config(["--config", str(config)])
+    config.write_text("model_name: m\n\nmodel_name: n\n")
+    with pytest.raises(ValueError, match="model_name is in lines 1 and 3: keep one"):
+        rl_train.make_parser().parse_args_and_config(["--config", str(config)])
 
 
 def test_sft_reads_its_flags_from_a_yaml_and_the_command_line_wins(tmp_path: Path) -> None:
@@ -294,6 +297,7 @@ def test_sft_reads_its_flags_from_a_yaml_and_the_command_line_wins(tmp_path: Pat
         ("batch: 3", "there is no such setting: batch (the nearest is batch_size)"),  # an abbreviation
         ("config: a.yaml", "there is no such setting: config "),
         ("model_name: m\nmodel_path: n", "model_name and model_path are one setting: keep one"),
+        ("seed: 1\nbatch_size: 2\nseed: 3", "seed is in lines 1 and 3: keep one"),
         ("packing: 1", "packing must be true or false, got 1"),
         ("batch_size: 0", "--batch_size 0 "),
         ("- batch_size", "must have lines NAME: VALUE"),

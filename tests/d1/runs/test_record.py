@@ -249,6 +249,16 @@ def test_the_card_of_a_run_from_a_local_folder_names_the_model_of_the_hub(tmp_pa
     assert card_of(tmp_path / "rl", RL | {"model_path": str(second)}).data.base_model is None
 
 
+def test_the_card_of_a_run_without_masks_or_with_a_causal_context_says_so(tmp_path) -> None:
+    card = card_of(tmp_path / "uniform", SFT | {"uniform_noise": True, "causal_weight": 1.0})
+    assert "masked" not in card.content
+    assert "sft_diffusion_gemma.py" in entries(card)["method"]
+    assert "random tokens" in card.text
+    card = card_of(tmp_path / "causal", SFT | {"causal_context": True, "masked_weight": 0.3, "causal_weight": 1.0})
+    assert {"x 0.3", "x 1.0"} <= {*re.findall(r"x [\d.]+\d", entries(card)["method"])}
+    assert "fills in mask tokens" in card.text
+
+
 def test_what_a_card_says_of_loading_works(tmp_path, monkeypatch) -> None:
     text = card_of(save_tiny_model(tmp_path / "my-model"), SFT).content
     monkeypatch.chdir(tmp_path)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import TrainingArguments
 
 from d1.models.folder import ModelFolder
 from d1.rl.train import main as rl_main
@@ -18,6 +19,7 @@ from d1.rl.train import make_parser as rl_parser
 from d1.runs import stage
 from d1.runs.checkpoints import SUMS
 from d1.runs.record import hash_file, hash_model
+from d1.runs.stage import check_trainer_arguments
 from d1.runs.trainer import RunTrainer
 from d1.sft.train import main as sft_main
 from d1.sft.train import make_parser as sft_parser
@@ -291,6 +293,24 @@ def test_a_run_is_finished_at_the_last_step_of_its_own_settings(run: Run, two_st
     shutil.copytree(two_steps, folder, dirs_exist_ok=True)
     resume[1:1] = [str(folder / "checkpoint-2")]
     assert run(folder, *resume, epochs, "1", max_steps=-1).state.global_step == {"sft": 10, "rl": 12}[run.stage]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--lr_scheduler_type", "warmup_stable_decay"], "--lr_scheduler_type warmup_stable_decay: .*num_decay_steps"),
+        (["--lr_scheduler_type", "cosine_with_min_lr"], "--lr_scheduler_type cosine_with_min_lr: .*min_lr"),
+    ],
+)
+def test_what_a_trainer_would_refuse_is_refused_before_the_data_are_read(
+    run: Run, tmp_path: Path, flags: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        run(tmp_path / "run", *flags)
+    assert not (tmp_path / "run").exists()
+    monkeypatch.setattr("d1.runs.stage.is_tensorboard_available", lambda: False)
+    with pytest.raises(ValueError, match=r"--report_to tensorboard: pip install -e '.\[tensorboard\]'"):
+        check_trainer_arguments(TrainingArguments(str(tmp_path), report_to="tensorboard"))
 
 
 def test_a_change_that_the_checkpoint_speaks_against_is_refused(run: Run, folder: Path) -> None:
