@@ -160,6 +160,8 @@ def check_row(row: Mapping[str, Any], index: int) -> None:
     """Refuse (ValueError) a task's row whose completions a generation file cannot hold."""
     if not isinstance(row["question"], str):
         raise ValueError(f"problem {index} (from 0): its question must be text, got {row['question']!r:.80}")
+    if row["ground_truth"] is None:
+        raise ValueError(f"problem {index} (from 0) has no ground_truth; if score does not read it, give it any value")
     try:
         json.dumps(row["ground_truth"])
     except TypeError:

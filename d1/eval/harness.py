@@ -46,7 +46,7 @@ from d1.files import read_object, write_atomically
 from d1.masking import keyed_generator
 from d1.models.attention import left_pad
 from d1.models.head import NotFiniteError, why_not_finite
-from d1.models.kinds import block_size, check_room, max_positions
+from d1.models.kinds import block_size, check_room, has_masks, max_positions
 from d1.models.tokenizer import check_chat_template, cut_at_stop, encode_prompt, end_ids, render_prompt
 from d1.ranges import COUNT, SEED, setting
 from d1.runs.cli import SettingsParser
@@ -257,7 +257,9 @@ def main(args: HarnessFlags) -> None:
     length, steps = args.gen_length, args.diffusion_steps
     if length is None:  # the task's own length is not known yet, nor how many steps it can have
         length = steps = 1024
-    longest = replace(args, gen_length=length, diffusion_steps=steps or length)
+    # Nor is its temperature. With uniform noise, and by the sampler scdd, tokens are only drawn.
+    draws = not has_masks(config) or args.sampler == "scdd"
+    longest = replace(args, gen_length=length, diffusion_steps=steps or length, temperature=1.0 if draws else 0.0)
     flags = {}
     for flag in fields(args):
         if flag.metadata and flag.name != "batch_size":  # the others are no flags

@@ -220,6 +220,10 @@ def check_arguments(args: EvalFlags) -> None:
         (args.add_reasoning and protocol != "d1", f"--add_reasoning {of_d1}"),
         (args.dont_use_box and protocol != "d1", f"--dont_use_box {of_d1}"),
         (args.dont_use_box and args.few_shot, "--dont_use_box contradicts --few_shot, which shows boxed answers"),
+        (
+            args.few_shot_file and not args.few_shot,
+            f"--few_shot_file would do nothing: --few_shot is 0 with --prompt_protocol {protocol}",
+        ),
         (args.num_samples > 1 and not args.temperature, "--num_samples above 1 needs --temperature above 0"),
         (
             bool(args.tools) and args.add_reasoning,

@@ -209,11 +209,10 @@ def summarise(row: Row, setup: GeneratedSetup, details: list[dict[str, Any]], pr
 
     # Several completions of one problem are no independent trials: intervals count problems.
     by_problem = group_accuracies(details, problems)
-    has_samples = row.scoring == "strict" and len(by_problem) < len(details)
-    low, high = wilson_interval(share, len(by_problem) if has_samples else row.n)
+    low, high = wilson_interval(share, len(by_problem))
     row.ci_low, row.ci_high = 100 * low, 100 * high
 
-    if has_samples:
+    if row.scoring == "strict" and len(by_problem) < len(details):
         min_samples = min(len(accuracies) for accuracies in by_problem.values())
         for k in PASS_AT:
             if k <= min_samples:

@@ -113,6 +113,8 @@ def text_messages(text: str, name: str, role: str) -> list[Message]:
     ]
     if not messages[-1]["content"].strip():  # a prompt may end where the assistant's text begins
         messages.pop()
+    if not messages:
+        raise ValueError(f"{name} is empty")
     return messages
 
 

@@ -168,6 +168,8 @@ class SummingTrainer(RunTrainer):
 
     def __init__(self, computed_tokens: int = 0, **kwargs: Any) -> None:
         super().__init__(**kwargs)
+        if self.eval_dataset is not None:
+            raise ValueError(f"{type(self).__name__} has no evaluation loss: leave eval_dataset out")
         require_prepared(self.model)
         self.require_one_gpu()
         disable_dropout_in_model(self.model)

@@ -6,7 +6,7 @@ from typing import Any
 
 from d1.tasks.gsm8k import last_number_reward
 from pocket.shuffled_sudoku import shuffle_rewards
-from studies.smollm2.svamp import extract, load_rows, score
+from studies.smollm2.study_svamp import extract, load_rows, score
 
 __all__ = ["REWARDS", "extract", "load_rows", "score"]
 

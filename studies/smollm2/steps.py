@@ -14,7 +14,7 @@ from typing import Any
 
 from studies.json_lines import read_lines
 
-TASK = Path(__file__).with_name("svamp.py")
+TASK = Path(__file__).with_name("study_svamp.py")
 LENGTH, BLOCK, EPOCHS = 48, 8, 4  # tokens of a completion, tokens of a block, epochs of the arms with two streams
 ROWS_PER_STEP = 128
 ROLLOUTS, GROUP, PROMPTS, MU = 40, 8, 16, 4
@@ -97,25 +97,27 @@ class Study:
 
 def write_rows(study: Study) -> dict[str, Any]:
     """The rows of SFT, and the problems of RL, validation and test, as files in `study.folder`."""
-    from studies.smollm2 import svamp
+    from studies.smollm2 import study_svamp
 
-    rows = [row for row in svamp.read_csv("train") if svamp.is_consistent(row)]
+    rows = [row for row in study_svamp.read_csv("train") if study_svamp.is_consistent(row)]
     random.Random(0).shuffle(rows)
     held_out, kept = rows[:300], rows[300:]
-    test = svamp.read_csv("test")
+    test = study_svamp.read_csv("test")
     if study.tiny:
         held_out, kept, test = held_out[:4], kept[:16], test[:4]
-    sft = svamp.with_new_numbers(kept, per_problem=4, seed=0)
+    sft = study_svamp.with_new_numbers(kept, per_problem=4, seed=0)
     known = {problem["question"] for problem in sft}
     rl = [
-        problem for problem in svamp.with_new_numbers(kept, per_problem=2, seed=1) if problem["question"] not in known
+        problem
+        for problem in study_svamp.with_new_numbers(kept, per_problem=2, seed=1)
+        if problem["question"] not in known
     ]
     random.Random(1).shuffle(rl)
     files = {
-        "sft.jsonl": [svamp.as_messages(problem) for problem in sft],
+        "sft.jsonl": [study_svamp.as_messages(problem) for problem in sft],
         "rl.jsonl": rl,
-        "validation.jsonl": [svamp.own_problem(row) for row in held_out],
-        "test.jsonl": [svamp.own_problem(row) for row in test],
+        "validation.jsonl": [study_svamp.own_problem(row) for row in held_out],
+        "test.jsonl": [study_svamp.own_problem(row) for row in test],
     }
     for name, lines in files.items():
         study.path(name).write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -573,7 +575,7 @@ def train_ar_grpo(study: Study, seed: int) -> dict[str, Any]:
     from transformers import AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
 
-    from studies.smollm2.svamp import REWARDS
+    from studies.smollm2.study_svamp import REWARDS
 
     name = f"ar-rl-{seed}"
     out = study.path(name)

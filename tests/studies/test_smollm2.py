@@ -16,10 +16,11 @@ import trl
 from gguf import GGMLQuantizationType
 from transformers import AutoModelForCausalLM
 
+from d1.eval.scores import user_tasks
 from d1.rl import DiffuGRPOConfig
 from smollm import model as smollm_model
 from studies.json_lines import append_line, read_lines
-from studies.smollm2 import run, steps, svamp
+from studies.smollm2 import run, steps, study_svamp
 from studies.smollm2.report import contrasts_table, conversion_table, masks_table, stages_table
 from tests.d1.models.test_gguf import write_gguf
 
@@ -32,17 +33,17 @@ ROW = {
 
 
 def test_a_problem_has_its_steps_in_the_order_in_which_they_are_computed():
-    assert svamp.own_problem(ROW) == {
+    assert study_svamp.own_problem(ROW) == {
         "question": "A has 6 books in each of 9 boxes, and gives 4 away. How many are left?",
         "solution": "6 * 9 = 54\n54 - 4 = 50\nThe answer is 50.",
         "ground_truth": 50.0,
     }
-    assert svamp.is_consistent(ROW)
-    assert not svamp.is_consistent({**ROW, "Answer": "49.0"})
+    assert study_svamp.is_consistent(ROW)
+    assert not study_svamp.is_consistent({**ROW, "Answer": "49.0"})
 
 
 def test_new_numbers_keep_their_digits_and_give_positive_whole_steps():
-    problems = svamp.with_new_numbers([ROW], per_problem=5, seed=3)
+    problems = study_svamp.with_new_numbers([ROW], per_problem=5, seed=3)
     assert len({problem["question"] for problem in problems}) == 5
     for problem in problems:
         steps = [line.split() for line in problem["solution"].splitlines()[:-1]]
@@ -51,14 +52,14 @@ def test_new_numbers_keep_their_digits_and_give_positive_whole_steps():
             assert int(result) == expected > 0
         assert problem["ground_truth"] == float(steps[-1][-1])
         assert len(steps[0][0]) == len(steps[0][2]) == 1
-    assert problems == svamp.with_new_numbers([ROW], per_problem=5, seed=3)
+    assert problems == study_svamp.with_new_numbers([ROW], per_problem=5, seed=3)
 
 
 def test_a_division_that_leaves_a_part_is_no_problem():
     row = {**ROW, "Equation": "/ number0 number1"}
-    assert svamp.problem_of(row, [Fraction(9), Fraction(6), Fraction(1)]) is None
-    assert svamp.problem_of(row, [Fraction(9), Fraction(0), Fraction(1)]) is None
-    assert svamp.problem_of(row, [Fraction(12), Fraction(6), Fraction(1)])["ground_truth"] == 2
+    assert study_svamp.problem_of(row, [Fraction(9), Fraction(6), Fraction(1)]) is None
+    assert study_svamp.problem_of(row, [Fraction(9), Fraction(0), Fraction(1)]) is None
+    assert study_svamp.problem_of(row, [Fraction(12), Fraction(6), Fraction(1)])["ground_truth"] == 2
 
 
 def test_the_autoregressive_model_of_a_gguf_is_a_folder_of_transformers(tmp_path):
@@ -299,6 +300,12 @@ def test_the_table_has_the_shares_of_the_lines_and_differences_paired_by_problem
     assert rows["shift"][0].startswith("25.0 [")
     assert rows["shift"][1].startswith("-50.0 [")
     assert rows["full"][-1] == "not run"
+    on_cpu = {name: value for name, value in line("1000").items() if name not in ("peak_gb", "card")}
+    assert conversion_table({"sft-in_place-0": on_cpu}).splitlines()[-2].endswith("| 1 |  | CPU |")
+
+
+def test_the_files_of_the_study_are_tasks_that_an_evaluation_takes():
+    assert user_tasks(str(steps.TASK), str(run.SHUFFLED)).keys() == {"study_svamp", "shuffled_svamp"}
 
 
 def test_stages_are_compared_with_sft_and_rl_has_the_rate_of_the_search():
@@ -405,7 +412,7 @@ def test_one_job_can_be_named_and_needs_those_before_it(tmp_path, monkeypatch):
 def test_the_files_of_problems_are_named_if_they_are_missing(monkeypatch):
     monkeypatch.setenv("D1_FILES", str(Path("nowhere")))
     with pytest.raises(FileNotFoundError, match="D1_FILES"):
-        svamp.read_csv("train")
+        study_svamp.read_csv("train")
 
 
 DIGESTS = {  # of the files whose rows the committed results come from

@@ -34,6 +34,7 @@ from d1.models.tokenizer import encode_prompt
 from d1.tasks import load_task
 from tests import forks
 from tests.commands import ROOT
+from tests.d1.diffusion_gemma import needs_class
 from tests.faults import edit_json
 
 EVAL = ROOT / "eval"
@@ -263,6 +264,15 @@ def test_two_processes_answer_as_one_does(harness, tasks, tiny_model_dir, tmp_pa
 def test_settings_that_make_no_sense_are_refused_before_anything_is_loaded(tiny_block_dir, flags, message):
     with pytest.raises(ValueError, match=message):
         main(make_parser().parse_args(["--model_path", str(tiny_block_dir), "--tasks", "x", *flags]))
+
+
+@needs_class
+def test_a_temperature_that_only_the_task_knows_is_not_missed(harness, tiny_canvas_dir, monkeypatch):
+    monkeypatch.setattr("lm_eval.__main__.cli_evaluate", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["harness.py"])
+    settings = ["--model_path", str(tiny_canvas_dir), "--sampler", "parallel", "--reveal", "entropy", "--tasks", "x"]
+    main(make_parser().parse_args(settings))
+    assert '"reveal": "entropy"' in " ".join(sys.argv)
 
 
 def test_steps_are_not_compared_with_a_length_that_only_the_task_knows(harness, tiny_model_dir, monkeypatch):

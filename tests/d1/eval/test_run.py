@@ -198,6 +198,7 @@ def test_a_box_that_the_prompts_of_a_task_file_ask_for_in_other_words_is_named(t
     ("row", "message"),
     [
         ("'question': '?'", "my_task.py: its load_rows gives no column ground_truth"),
+        ("'question': '?', 'ground_truth': None", r"problem 0 \(from 0\) has no ground_truth"),
         ("'question': 5, 'ground_truth': 1", r"problem 0 \(from 0\): its question must be text, got 5"),
         ("'question': '?', 'ground_truth': date(2024, 5, 1)", "its ground_truth must be a JSON value, got datetime"),
     ],
@@ -551,6 +552,9 @@ LLADA = ("--prompt_protocol", "llada")
         (("--sampler", "cached", "--reveal", "factor"), "would be ignored by the sampler cached"),
         (("--few_shot", "1", "--dont_use_box"), "contradicts --few_shot"),
         (("--few_shot", "100000"), "training rows"),
+        (("--few_shot_file", "nowhere.csv"), "--few_shot_file would do nothing: --few_shot is 0"),
+        (("--tool_format", "json"), "--tool_format would do nothing: there are no turns without --tools"),
+        (("--calls_per_turn", "3"), "--calls_per_turn would do nothing"),
         (("--checkpoint_path", "nowhere"), "not an adapter"),
         (("--data_file", "nowhere.csv"), "nowhere.csv"),
         (("--gen_length", "500"), "exceed the model's 512"),

@@ -170,7 +170,7 @@ def scored(tmp_path, write_sudoku):
     return score_setup(read_setups(tmp_path)[0], "strict", {})
 
 
-def test_pass_at_k_is_the_mean_share_of_subsets_with_a_right_sample(scored):
+def test_pass_at_k_is_the_mean_share_of_subsets_with_a_right_sample(scored, tmp_path):
     row, details = scored
     assert row.complete, row.errors
     assert (row.n, len(details), row.accuracy) == (20, 20, pytest.approx(40))
@@ -180,6 +180,9 @@ def test_pass_at_k_is_the_mean_share_of_subsets_with_a_right_sample(scored):
         low, high = wilson_interval(expected, 4)  # over problems: a problem's samples are no new problems
         assert row.pass_at[f"pass@{k}"] == pytest.approx((100 * expected, 100 * low, 100 * high))
     assert (row.ci_low, row.ci_high) == pytest.approx(row.pass_at["pass@1"][1:])
+    published, _ = score_setup(read_setups(tmp_path)[0], "published", {})
+    low, high = wilson_interval(published.accuracy / 100, 4)
+    assert (published.ci_low, published.ci_high) == pytest.approx((100 * low, 100 * high))
     result = compare("a", details, "b", details)  # by the mean of a problem's samples
     assert (result["shared"], result["accuracy_a"], result["difference"]) == (4, pytest.approx(40), 0)
 

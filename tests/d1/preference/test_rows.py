@@ -226,6 +226,7 @@ def test_the_prompt_column_counts_before_other_columns():
         (TEXTS | {"prompt": "q", "chosen": None}, "chosen is null"),
         (TEXTS | {"prompt": "q", "chosen": ""}, "chosen is empty"),
         (TEXTS | {"prompt": "q", "chosen": " "}, "chosen is empty"),
+        (TEXTS | {"prompt": "q", "chosen": "Assistant:"}, "chosen is empty"),
         (TEXTS | {"prompt": "q", "chosen": 3}, "chosen is int, not text or messages"),
         ({"prompt": "q", "chosen": ["a"], "rejected": ["b"]}, "chosen is list, not text or messages"),
         ({"prompt": "q", "chosen": [], "rejected": []}, "chosen is empty"),

@@ -165,3 +165,9 @@ def test_a_model_without_a_path_needs_a_tokenizer(tiny_model_dir, rows):
 def test_a_config_of_trls_dpo_is_refused(tiny_model_dir):
     with pytest.raises(ValueError, match="args is trl's DPOConfig"):
         PreferenceTrainer(METHODS["vrpo"], 0.1, 3, model=load_model(tiny_model_dir), args=DPOConfig("out", **ON_CPU))
+
+
+def test_preference_training_has_no_evaluation(tiny_model_dir, rows):
+    options = {"model": load_model(tiny_model_dir), "args": TrainingArguments("out", **ON_CPU)}
+    with pytest.raises(ValueError, match="PreferenceTrainer has no evaluation loss: leave eval_dataset out"):
+        PreferenceTrainer(METHODS["vrpo"], 0.1, 3, train_dataset=rows, eval_dataset=rows, **options)
