@@ -47,7 +47,9 @@ def a2d(args: A2DFlags) -> None:
         attention += " after a causal context"
     if args.keep_shift:
         attention += ", each token predicted by the one before it"
-    say_written(args.out, f"{source}, with {attention}. Next, train it: d1 sft --model_name {args.out}")
+    # Of all weights: the embedding of the new mask token has to be trained, too.
+    next_command = f"d1 sft --model_name {args.out} --full_finetuning"
+    say_written(args.out, f"{source}, with {attention}. Next, train it: {next_command}")
 
 
 @dataclass(frozen=True, kw_only=True)
