@@ -21,12 +21,13 @@ import os
 import re
 import symtable
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +56,10 @@ TRAIN = ("KodCode/KodCode-V1", None)
 TEST = ("openai/openai_humaneval", None)
 CONCURRENT = WORKERS  # calls of `score` that evaluation may make at a time
 
-# The blanks before it on its line, its mark and its text
-_FENCE = re.compile(r"(?:^([ \t]*))?```([\w+#.-]*)[ \t]*\r?\n(.*?)(?:```|\Z)", re.DOTALL | re.MULTILINE)
+_OPENING = re.compile(r"(?:^([ \t]*))?```([\w+#.-]*)[ \t]*\r?\n", re.MULTILINE)  # the blanks before a fence, its mark
+_CLOSING = re.compile(r"(^[ \t]*)?```", re.MULTILINE)
+MAX_FENCES = 16  # that may end one block
+_warnings_lock = threading.Lock()  # programs are read in several threads, and Python's filters are those of the process
 _PYTHON = ("python", "python3", "py")
 _FUTURE = re.compile(r"^from __future__ import (?:\([^)]*\)|.*)\n?", re.MULTILINE)
 
@@ -449,12 +452,13 @@ def names_read(module: symtable.SymbolTable) -> set[str]:
 
 def has_assert(node: ast.AST) -> bool:
     """Whether a statement runs an assert itself: not in a function or class that it only defines, nor in a script's
-    `if __name__ == "__main__"`."""
+    `if __name__ == "__main__"`. An assert of a constant that is true does not count; `assert False` does."""
     definitions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     if isinstance(node, definitions) or is_main(node):
         return False
     if isinstance(node, ast.Assert):
-        return not isinstance(node.test, ast.Constant)  # HumanEval has `assert True, "good for debugging"`
+        # HumanEval has `assert True, "good for debugging"`
+        return not (isinstance(node.test, ast.Constant) and node.test.value)
     return any(has_assert(part) for part in ast.iter_child_nodes(node) if not isinstance(part, ast.expr))
 
 
@@ -478,17 +482,63 @@ def free_names(source: str) -> set[str]:
 
 def extract(text: str) -> str | None:
     """The program of a completion: a fenced block of its answer, else of the completion, else the answer. Of several
-    blocks, it is the last one that is marked as Python, else the last one without a mark, else the last one."""
+    blocks, it is the last one that is marked as Python, else the last one without a mark, else the last one.
+
+    A program may have fences in its docstrings; `fenced_blocks` says where a block ends.
+    """
     answer = answer_block(text)
-    blocks = _FENCE.findall(answer or "") or _FENCE.findall(text[-MAX_TEXT:])
+    blocks = fenced_blocks(answer or "") or fenced_blocks(text[-MAX_TEXT:])
     if not blocks:
         return indent_as_in_text(answer, text) if answer else None
     by_mark: dict[str, str] = {}
     program = ""
-    for blanks, mark, lines in blocks:
-        program = without_indentation(lines, blanks)
+    for mark, program in blocks:
         by_mark["python" if mark.lower() in _PYTHON else mark] = program
     return by_mark.get("python", by_mark.get("", program)) or None
+
+
+def fenced_blocks(text: str) -> list[tuple[str, str]]:
+    """The mark and the program of each fenced block of a text.
+
+    Of the fences that follow, the one that ends a block is the first at the beginning of a line up to which the block
+    is a program, else the first elsewhere. If there is none, the block ends at the next fence.
+    """
+    blocks = []
+    opening = _OPENING.search(text)
+    while opening:
+        blanks, mark = opening.groups(default="")
+        start = opening.end()
+        fences = list(islice(_CLOSING.finditer(text, start), MAX_FENCES))
+        at_line_start: list[int] = []
+        elsewhere: list[int] = []
+        for fence in fences:
+            ends = elsewhere if fence[1] is None else at_line_start
+            ends.append(fence.end() - len("```"))
+        ends = at_line_start + elsewhere
+        if len(fences) < MAX_FENCES:
+            ends.append(len(text))  # the last fence may be missing
+
+        end = min(ends)
+        for possible_end in ends:
+            if is_program(without_indentation(text[start:possible_end], blanks)):
+                end = possible_end
+                break
+        blocks.append((mark, without_indentation(text[start:end], blanks)))
+        opening = _OPENING.search(text, end + len("```"))
+    return blocks
+
+
+def is_program(text: str) -> bool:
+    """Whether a text is Python: statements, or the body of a function."""
+    if text.lstrip("\r\n")[:1].isspace():
+        text = f"if True:\n{text}"
+    with _warnings_lock, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            parse_python(text)
+        except ValueError:
+            return False
+    return True
 
 
 def without_indentation(lines: str, blanks: str) -> str:

@@ -13,6 +13,7 @@ from datasets import Dataset
 
 from d1.tasks import Completion, final_answer, problem, reward_each
 from d1.tasks.data import JSON, file_of, hold_out, read_file, read_hub, task_rows
+from d1.tasks.latex import strip_open_box
 
 INSTRUCTIONS = (
     "Write an expression that equals the target. Use each of the numbers exactly once, and only +, -, *, / and "
@@ -91,13 +92,20 @@ def read_integer(value: Any) -> int:
 
 
 def extract(text: str) -> str | None:
-    r"""The answer's expression in plain signs, or None; LaTeX signs are translated and a final "= 22" is dropped."""
+    r"""The answer's expression in plain signs, or None.
+
+    LaTeX signs are translated. A final "= 22", and the beginning of a box that is cut off, are dropped.
+    """
     expression = final_answer(text)
     if expression is None:
         return None
     expression = expression[: 4 * MAX_EXPRESSION]
     for pattern, plain in _LATEX:
         expression = pattern.sub(plain, expression)
+    expression = expression.strip()
+    without_box = strip_open_box(expression)
+    if without_box != expression:
+        expression = without_box.removesuffix(">")  # LLaDA wrote it in place of the brace
     return expression.partition("=")[0].strip().removesuffix(".").strip() or None
 
 

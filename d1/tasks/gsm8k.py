@@ -12,7 +12,7 @@ from datasets import Dataset
 
 from d1.tasks import MAX_TEXT, Completion, final_answer, format_completion, problem, reward_each
 from d1.tasks.data import NUMBER, read_problems, task_rows, text_in
-from d1.tasks.latex import plain_characters, unwrap
+from d1.tasks.latex import DEGREES, TEXT, plain_characters, unwrap
 
 INSTRUCTIONS = "Solve the problem below step by step."
 ANSWER = r"the final number as \boxed{number}"
@@ -34,6 +34,8 @@ _PUNCTUATION = re.compile(
     r"(?<=[A-Za-z.:;,)])\s+[–—―]\s+|(?<=[A-Za-z]{2})(?<!\bis)(?<!\bare)(?<!\bwas)(?<!\bof)(?<!\bequals)\s+-\s+|"
     r"(?<=\n)[ \t]*[-–—―]\s+(?=\\?[$€£¥]?\s*[0-9][0-9.,]*\s+[A-Za-z]{2})"
 )
+_COMMAND = re.compile(rf"{TEXT}\{{([^{{}}]*)\}}")
+_PER = re.compile(r"/(?=\s*[A-Za-z])")  # in a command, as in \text{/hour}
 _FRAC = re.compile(r"\\[dtc]?frac\s*(?:\{\s*(-?[0-9.]+)\s*\}|([0-9]))\s*(?:\{\s*([0-9.]+)\s*\}|([0-9]))")
 _OPEN_FRACTION = re.compile(r"\\[dtc]?frac\s*(?=\{)")  # what `_FRAC` has left: its parts are no numbers
 _DECIMAL = r"(?:[0-9]+(?:\.[0-9]+)?|(?<![A-Za-z])\.[0-9]+)"  # "Rs.18" is 18
@@ -43,16 +45,18 @@ _NUMBER = re.compile(
 )
 
 _SCALES = {"hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
-_SCALE = re.compile(rf"\s*(?:\\text\{{\s*)?({'|'.join(_SCALES)})(?![A-Za-z])", re.IGNORECASE)
+_SCALE = re.compile(rf"\s*({'|'.join(_SCALES)})(?![A-Za-z])", re.IGNORECASE)
 _OPERAND = r"\s*(?:[0-9(\\]|[A-Za-z](?![A-Za-z]))"
-# What makes another number of the one before it: a power, a factorial, a variable, more digits, an operation.
+# What makes another number of the one before it: a power, a factorial, a variable, a function, more digits (as in
+# "33.(3)" and "70°30'"), an operation.
 _CHANGED_BEHIND = re.compile(
     rf"[)}}\]]*\s*(?:!|\^|\*\*|(?:[-+*×÷·/]|\\times|\\cdot|\\div|\\pm|±){_OPERAND})|[_'.,][0-9]|:(?!00)[0-9]|[²³⁰¹⁴-⁹]|"
-    r"[xyznkKMB](?![A-Za-z])|\([0-9]|\s*(?:π|√|\\pi|\\sqrt)|\s*(?:<|>|≤|≥|\\[lg]eq?(?![a-z]))\s*[0-9A-Za-z]|"
-    r"\s+and\s+(?:a|one)\s+(?:half|third|quarter|fourth)(?![A-Za-z])"
+    r"[xyznkKMB](?![A-Za-z])|\.?\([0-9]|\.?\\(?:overline|bar|dot)(?![a-z])|° ?[0-9]|"
+    r"\s*(?:π|√|\\pi|\\(?:sqrt|log|ln|sin|cos|tan)(?![a-z]))|\s*(?:<|>|≤|≥|\\[lg]eq?(?![a-z]))\s*[0-9A-Za-z]|"
+    r"\s*and\s+(?:a|one)\s+(?:half|third|quarter|fourth)(?![A-Za-z])"
 )
 _CHANGED_BEFORE = re.compile(
-    r"(?:\\(?:sqrt|log|ln|sin|cos|tan)\s*\{?|√|\\pm|±|(?<![A-Za-z])[A-Za-z]\s*[+*/^]|(?:\\pi|π)\s*/?|"
+    r"(?:(?:\\(?:sqrt|log|ln|sin|cos|tan)|√)\s*[({]*|\\pm|±|(?<![A-Za-z])[A-Za-z]\s*[+*/^]|(?:\\pi|π)\s*/?|"
     r"(?<![A-Za-z<])[A-Za-z]\s*(?:<|>|≤|≥|\\[lg]eq?(?![a-z])))\s*$"
 )
 _OPERATION = re.compile(r"[)}\]\s]*(?:[-+*×÷·/xX]|\\times|\\cdot|\\div)[({\[\s]*")  # between two numbers
@@ -61,9 +65,11 @@ _POWER_OF_TEN = re.compile(
 )
 _VARIABLE = re.compile(r"(?<![A-Za-z'])[A-Za-z]\s*$")
 _OTHER_VALUE = re.compile(
-    r"\s*(?:%|\\%)?\s*(?:[,;&|/-]|\\text\{\s*(?:or|and|to)\s*\}|(?:,\s*)?(?:or|and|to)\b)?\s*|"
-    r"(?:\s*[A-Za-z%]+){1,3},?\s+or(?:\s+[A-Za-z]+)?\s*|"
-    r"\s*(?:dollar|hour|hr|minute|day|week|month|year|pound|yard)s?(?:,|\s+and)?\s*|\s*(?:feet|foot)(?:,|\s+and)?\s*"
+    r"\s*(?:%|\\%)?\s*(?:[,;&|/-]|(?:,\s*)?(?:or|and|to)\b)?\s*|"
+    r"(?:\s*[A-Za-z%]+){1,3},?\s+or(?:\s+[A-Za-z]+)?\s*"
+)
+_SECOND_UNIT = re.compile(  # between the numbers of "2 hours 30 minutes"
+    r"\s*(?:(?:dollar|hour|hr|h|minute|min|day|week|month|year|pound|lb|yard)s?|feet|foot|ft)(?:,|\s+and)?\s*"
 )
 
 
@@ -107,7 +113,7 @@ def number_in(text: str) -> float | None:
     """
     if len(text) <= MAX_MARKUP:
         text = unwrap(text)
-    text = _plain(text)
+    text = _plain(_read_commands(text))
     while "=" in text and not re.search("[0-9]", text.rpartition("=")[2]):  # 18 = x
         text = text.rpartition("=")[0]
     text = text.rpartition("=")[2]
@@ -123,6 +129,8 @@ def number_in(text: str) -> float | None:
     for first, second in pairwise(numbers[max(0, index - 1) : index + 2]):
         if _OPERATION.fullmatch(text, first.end(), second.start()):
             return None  # an expression
+        if _SECOND_UNIT.fullmatch(text, first.end(), second.start()):
+            return None  # a quantity in two units
         if _value(first) != _value(second) and _OTHER_VALUE.fullmatch(text, first.end(), second.start()):
             return None  # another number to choose from
 
@@ -164,6 +172,11 @@ def _plain(text: str) -> str:
     text = re.sub(r"\\?\$|[€£¥]", "", text).replace("½", r"\frac12").replace("¼", r"\frac14").replace("¾", r"\frac34")
     text = _THOUSANDS.sub("", _POWER_OF_TEN.sub(r"e\1\2", text))
     return _FRAC.sub(lambda parts: f" {parts[1] or parts[2]}/{parts[3] or parts[4]}", text)
+
+
+def _read_commands(text: str) -> str:
+    r"""The text with one sign for degrees, and with the content of \text{} and similar commands in their place."""
+    return _COMMAND.sub(lambda command: _PER.sub(" per ", command[1]), DEGREES.sub("°", text))
 
 
 def _join_groups(text: str) -> str:
@@ -265,7 +278,7 @@ def demonstrate(row: dict[str, Any]) -> str:
 
 def last_number(text: str) -> float | None:
     """The last number of a completion, such as "1.5 million"; a new "Question:" and what follows it do not count."""
-    text = _plain(text[-MAX_TEXT:].partition("Question:")[0])
+    text = _plain(_read_commands(text[-MAX_TEXT:].partition("Question:")[0]))
     numbers = list(_NUMBER.finditer(text))
     return _scale_number(numbers[-1], text) if numbers else None
 

@@ -143,8 +143,13 @@ def unwrap(text: str) -> str:
                 text = wrapped[1]
         if text == before:
             break
-    if _OPEN_BOX.match(text) and text.count("{") > text.count("}"):  # a box that is cut off
-        text = _OPEN_BOX.sub("", text, count=1)
+    return strip_open_box(text)
+
+
+def strip_open_box(text: str) -> str:
+    r"""The text without the "\boxed{" at its beginning if no brace closes this box: the answer is cut off."""
+    if _OPEN_BOX.match(text) and text.count("{") > text.count("}"):
+        return _OPEN_BOX.sub("", text, count=1)
     return text
 
 
@@ -192,10 +197,11 @@ _UNIT_NAMES = {
 }
 _UNITS = {name: unit for unit, names in _UNIT_NAMES.items() for name in (unit, *names.split())}
 _POWERS = {"square": 2, "sq": 2, "squared": 2, "cubic": 3, "cu": 3, "cubed": 3}
-_TEXT = r"\\(?:text|mbox|mathrm|textrm|textnormal|textbf|mathbf|textit|operatorname)\s*"
-_UNIT_IN_TEXT = re.compile(rf"(?<=[^\s_])\s*{_TEXT}\{{([^{{}}]*)\}}\s*(?:\^\s*\{{?([0-9])\}}?)?$")
-_POWER_IN_TEXT = re.compile(rf"({_TEXT})\{{([^{{}}$^]*?)\s*\$?\^(?:\{{([23])\}}|([23]))\$?\s*\}}")
-_WORDS_IN_BRACKETS = re.compile(rf"(?<=[0-9}}])\s*(?:{_TEXT}\{{\s*)?\(([A-Za-z]{{3,}}(?: [A-Za-z]+)*)\)(?:\s*\}})?$")
+# A command whose argument is words
+TEXT = r"\\(?:text|mbox|mathrm|textrm|textnormal|textbf|mathbf|textit|operatorname)\s*"
+_UNIT_IN_TEXT = re.compile(rf"(?<=[^\s_])\s*{TEXT}\{{([^{{}}]*)\}}\s*(?:\^\s*\{{?([0-9])\}}?)?$")
+_POWER_IN_TEXT = re.compile(rf"({TEXT})\{{([^{{}}$^]*?)\s*\$?\^(?:\{{([23])\}}|([23]))\$?\s*\}}")
+_WORDS_IN_BRACKETS = re.compile(rf"(?<=[0-9}}])\s*(?:{TEXT}\{{\s*)?\(([A-Za-z]{{3,}}(?: [A-Za-z]+)*)\)(?:\s*\}})?$")
 _VARIABLE = re.compile(r"(?<![A-Za-z\\])[A-Za-z]")
 _CURRENCY = re.compile(
     r"(?:US)?(?:\\text\{\\?\$\}|\\?\$)|[€£]|(?<![A-Za-z])(?:USD|EUR|GBP)\s*(?=[0-9])|\\(?:text|math)dollar(?![A-Za-z])"
@@ -211,16 +217,16 @@ _NO_UNIT = re.compile(
     r"[ap]\.?\s?m)\b|\(",
     re.IGNORECASE,
 )
-_DEGREES = re.compile(r"\^\s*\{?\s*\\circ\s*\}?|\\degree(?![A-Za-z])|°")
-_IN_DEGREES = re.compile(rf"([0-9]+(?:\.[0-9]+)?)\s*(?:{_DEGREES.pattern})")
+DEGREES = re.compile(r"\^\s*\{?\s*\\circ\s*\}?|\\degree(?![A-Za-z])|°")
+_IN_DEGREES = re.compile(rf"([0-9]+(?:\.[0-9]+)?)\s*(?:{DEGREES.pattern})")
 # An expression of sines and numbers alone, without inverse functions
 _SINE = r"\\?(?:sin|cos|tan|cot|sec|csc)(?!\s*\^\s*\{?\s*-)"
 _OF_SINES = re.compile(
-    rf"(?=.*{_SINE})(?:{_SINE}|\\(?:[dt]?frac|cdot|times|left|right|sqrt|pi|[,;! ])|{_DEGREES.pattern}|[^A-Za-z\\=,])*"
+    rf"(?=.*{_SINE})(?:{_SINE}|\\(?:[dt]?frac|cdot|times|left|right|sqrt|pi|[,;! ])|{DEGREES.pattern}|[^A-Za-z\\=,])*"
 )
-_PERCENT = re.compile(rf"\s*(?:\\?%|(?:{_TEXT}\{{)?\s*per\s?cent(?:age)?\s*\}}?)\s*$", re.IGNORECASE)
+_PERCENT = re.compile(rf"\s*(?:\\?%|(?:{TEXT}\{{)?\s*per\s?cent(?:age)?\s*\}}?)\s*$", re.IGNORECASE)
 _SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
-_SCALE = re.compile(rf"(-?[0-9][0-9.,]*)\s*(?:{_TEXT}\{{)?\s*({'|'.join(_SCALES)})\s*\}}?(?![A-Za-z])", re.IGNORECASE)
+_SCALE = re.compile(rf"(-?[0-9][0-9.,]*)\s*(?:{TEXT}\{{)?\s*({'|'.join(_SCALES)})\s*\}}?(?![A-Za-z])", re.IGNORECASE)
 
 
 def unit_of(text: str, power: str | None = None) -> str | None:
@@ -247,11 +253,11 @@ def _split_unit(text: str) -> tuple[str, str | None]:
         text = _CURRENCY.sub("", text).strip()
     if _OF_SINES.fullmatch(text.strip()):  # its degrees are no unit
         return _IN_DEGREES.sub(r"\\frac{\1\\pi}{180}", text), unit
-    degrees = _DEGREES.search(text)
+    degrees = DEGREES.search(text)
     if degrees:
-        scale = re.search(rf"(?:{_DEGREES.pattern})\s*(?:{_TEXT}\{{)?\s*([CF])\s*\}}?$", text)
+        scale = re.search(rf"(?:{DEGREES.pattern})\s*(?:{TEXT}\{{)?\s*([CF])\s*\}}?$", text)
         unit = f"degree {scale[1]}" if scale else "degree"
-        text = _DEGREES.sub("", text[: scale.start()] if scale else text)
+        text = DEGREES.sub("", text[: scale.start()] if scale else text)
         return text, unit
     # A unit in \text{} may have any name. Between the number and a bare one, "5 m", a single letter needs a space.
     text_unit = _UNIT_IN_TEXT.search(text)
@@ -290,8 +296,8 @@ _SPELLINGS = [
     (re.compile(r"\\(?:geq|geqslant)(?![A-Za-z])"), r"\\ge"),
     (re.compile(r"\\lt(?![A-Za-z])"), "<"),
     (re.compile(r"\\gt(?![A-Za-z])"), ">"),
-    (re.compile(rf"\s*,?\s*(?:{_TEXT}\{{\s*(?:and|or)\s*\}}|(?<![A-Za-z])(?:and|or)(?![A-Za-z]))\s*"), ","),
-    (re.compile(rf"{_TEXT}\{{([^{{}}]*)\}}"), r" \1 "),
+    (re.compile(rf"\s*,?\s*(?:{TEXT}\{{\s*(?:and|or)\s*\}}|(?<![A-Za-z])(?:and|or)(?![A-Za-z]))\s*"), ","),
+    (re.compile(rf"{TEXT}\{{([^{{}}]*)\}}"), r" \1 "),
     (re.compile(rf"(?<![\\A-Za-z])({_COMMAND_NAMES})(?![A-Za-z])"), r"\\\1 "),
     (re.compile(r"(?<=[0-9A-Za-z)}])\*\*(?=[-0-9A-Za-z({])"), "^"),
     (re.compile(r"\\varnothing(?![A-Za-z])"), r"\\emptyset"),
@@ -341,10 +347,10 @@ def read_answer(latex: str) -> Answer:
 
 
 _HALVES_OF_DAY = (
-    (re.compile(rf"\s*(?:{_TEXT}\{{)?\s*o'clock\s*(?:\}}(?=\s*$))?", re.IGNORECASE), " "),
-    (re.compile(rf"(?<=[0-9])\s*(?:{_TEXT}\{{)?\s*in the morning\s*\}}?$", re.IGNORECASE), " a.m."),
+    (re.compile(rf"\s*(?:{TEXT}\{{)?\s*o'clock\s*(?:\}}(?=\s*$))?", re.IGNORECASE), " "),
+    (re.compile(rf"(?<=[0-9])\s*(?:{TEXT}\{{)?\s*in the morning\s*\}}?$", re.IGNORECASE), " a.m."),
     (
-        re.compile(rf"(?<=[0-9])\s*(?:{_TEXT}\{{)?\s*(?:in the (?:afternoon|evening)|at night)\s*\}}?$", re.IGNORECASE),
+        re.compile(rf"(?<=[0-9])\s*(?:{TEXT}\{{)?\s*(?:in the (?:afternoon|evening)|at night)\s*\}}?$", re.IGNORECASE),
         " p.m.",
     ),
 )

@@ -55,6 +55,8 @@ def equivalent(answer: str, gold: str) -> bool:
     number with a percent sign may also be a hundredth of it. Decimals are equal to irrational numbers if six digits
     agree.
 
+    `i` is a variable like others: i + 3 is 3 + i, but i^2 is not -1, and 2(1 + i) may differ from 2 + 2i.
+
     Answers longer than `MAX_ANSWER` characters count as different. So do pairs that math-verify cannot decide within
     `TIME_LIMIT`; each of them is counted in a warning, and is tried again when it is asked for again.
     """

@@ -14,12 +14,14 @@ from datasets import Dataset
 from d1.tasks import Completion, Message, final_answer, problem, reward_each
 from d1.tasks.countdown import read_integer
 from d1.tasks.data import JSON, file_of, read_file, task_rows
+from d1.tasks.gsm8k import number_in
 from d1.tasks.latex import plain_characters, unwrap
 
 INSTRUCTIONS = "Compute the product."
 ANSWER = "the number alone"
 MIN_FACTOR, MAX_FACTOR = 100, 999  # range of the factors
 MAX_ANSWER = 200  # characters
+MAX_FLOAT = 2**53  # up to here, a float is the exact whole number
 FACTORS = re.compile(r"(\d+) \* (\d+)")
 
 
@@ -40,10 +42,15 @@ def _task_row(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def extract(text: str) -> int | None:
-    """The whole number of the answer, or None."""
+    """The whole number of the answer, or None; an answer that has more than its digits is read as in GSM8K."""
     answer = unwrap(plain_characters((final_answer(text) or "")[:MAX_ANSWER]))
     digits = re.sub(r"(?<=[0-9])[ '](?=[0-9]{3})|,", "", answer)
-    return int(digits) if re.fullmatch(r"[0-9]{1,30}", digits) else None
+    if re.fullmatch(r"[0-9]{1,30}", digits):
+        return int(digits)
+    number = number_in(answer)
+    if number is None or not number.is_integer() or abs(number) > MAX_FLOAT:
+        return None
+    return int(number)
 
 
 def score(text: str, row: dict[str, Any]) -> dict[str, float]:

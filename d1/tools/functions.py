@@ -49,6 +49,8 @@ SIGNS: dict[type[ast.AST], Callable[..., Fraction]] = {
 def power(base: Fraction, exponent: Fraction) -> Fraction:
     if exponent.denominator > 1:
         raise ValueError("an exponent must be a whole number")
+    if abs(base) in (0, 1):
+        return Fraction(base**exponent)
     bits = max(base.numerator.bit_length(), base.denominator.bit_length())
     if abs(exponent) * bits > MAX_BITS:
         raise ValueError("the result is too large")

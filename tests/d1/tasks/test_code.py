@@ -31,6 +31,9 @@ def verdicts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "d1_code_rows.jsonl"
 
 
+FENCED = 'def f(x):\n    """The x of a call:\n\n    ```\n    f(1)\n    ```\n    """\n    return x  # not `x`\n'
+
+
 @pytest.mark.parametrize(
     ("text", "program"),
     [
@@ -52,6 +55,14 @@ def verdicts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("    ```python\ndef f(x):\n    return x\n```", "def f(x):\n    return x\n"),
         ("    ```python\n    return x\n```", "    return x\n"),
         ("```python\r\nA\r\n```", "A\r\n"),
+        (f"```python\n{FENCED}```", FENCED),
+        (f"<answer>\n```python\n{FENCED}```\n</answer>", FENCED),
+        (f"```python\n{FENCED}", FENCED),  # cut off
+        (f"```python\n{FENCED.replace('    ```', '```')}```", FENCED.replace("    ```", "```")),
+        (f"```python\nf(\n```\nBetter:\n```python\n{FENCED}```\nIt prints:\n```\n1\n```", FENCED),
+        ("```python\n    s = '```'\n    return s\n```", "    s = '```'\n    return s\n"),  # the body of a function
+        ("```python\nx = 1  # ```\ny = 2\n```\nDone.", "x = 1  # ```\ny = 2\n"),
+        ("```python\nx = 1```\nOr:\n```python\ny = (\n```", "y = (\n"),
         ("no program", None),
     ],
 )
@@ -239,6 +250,17 @@ def test_what_never_runs_is_no_case_and_what_runs_is_one(tmp_path: Path) -> None
     runs = "for x, y in [(1, 1), (2, 4)]:\n    assert square(x) == y\nif True:\n    with open('/dev/null'):\n"
     runs += "        assert square(2) == 4\ntry:\n    assert square(3) == 9\nfinally:\n    pass\n"
     assert cases_of(tmp_path, f"{runs}def test_it(): assert square(4) == 16") == 4
+
+
+def test_an_assert_of_what_is_false_runs_and_one_of_what_is_true_says_nothing(tmp_path: Path) -> None:
+    test = "try:\n    g(-1)\n    assert False\nexcept ValueError:\n    pass"
+    row = {"text": "Write g.", "test_list": ["assert g(1) == 1", test]}
+    solution = "def g(x):\n    if x < 0:\n        raise ValueError\n    return x"
+    (loaded,) = load(tmp_path, row | {"code": solution})
+    assert loaded["ground_truth"]["count"] == 2
+    assert share(solution, loaded) == 1
+    assert share("def g(x):\n    return x", loaded) == 0.5
+    assert cases_of(tmp_path, "assert 1\nassert square(3) == 9") == 1
 
 
 def test_none_may_be_the_right_value_of_some_cases(tmp_path: Path) -> None:

@@ -35,6 +35,9 @@ def accuracy(answer: str, numbers=(17, 96, 91), target=22) -> float:
         (r"\frac{4}{2} \times 5", (4, 5, 2), 10),
         ("8 / (3 - 8/3)", (8, 3, 8, 3), 24),  # 0.3333... in floats
         ("(1/3 + 2) * 3", (1, 3, 2, 3), 7),
+        (r"\boxed{17 + 96 - 91", (17, 96, 91), 22),  # cut off
+        (r"\[ \boxed{17 + 96 - 91 = 22", (17, 96, 91), 22),
+        (r"\boxed{48 + 29 + 16>", (48, 29, 16), 93),  # LLaDA's
     ],
 )
 def test_right_answers_latex_signs_and_exact_fractions(answer, numbers, target):
@@ -61,6 +64,8 @@ def test_right_answers_latex_signs_and_exact_fractions(answer, numbers, target):
         "True * 17 + 96 - 91",
         "[17 + 96 - 91][0]",
         "17 + 96 - 91)",
+        "17 + 96 - 91>",
+        r"\boxed{17 + 96",
         "",
     ],
 )
