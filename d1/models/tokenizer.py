@@ -443,11 +443,30 @@ def encode_turns(
 
 def extend_ids(ids: list[int], before: str, part: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The ids of the text `before` and then those of `part`: as in the whole text, if its ids begin with them; if a
-    token would straddle the boundary, the part is tokenised alone."""
+    token would straddle the boundary, the part is tokenised alone.
+
+    Some tokenizers (Metaspace of SentencePiece) put a space before a text that they tokenise alone. The part is then
+    tokenised after a character whose ids are cut off again, if that keeps the text as it is.
+    """
     whole = encode_prompt(tokenizer, before + part)
     if whole[: len(ids)] == ids:
         return whole
-    return ids + encode_prompt(tokenizer, part)
+
+    def decode(token_ids: list[int]) -> str:
+        return str(tokenizer.decode(token_ids, clean_up_tokenization_spaces=False))
+
+    alone = encode_prompt(tokenizer, part)
+    text = decode(whole)
+    if decode(ids + alone) == text:
+        return ids + alone
+    for character in ("x", ".", "0"):
+        with suppress(ValueError):  # the tokenizer has no token for it
+            anchor = encode_prompt(tokenizer, character)
+            anchored = encode_prompt(tokenizer, character + part)
+            candidate = ids + anchored[len(anchor) :]
+            if anchored[: len(anchor)] == anchor and decode(candidate) == text:
+                return candidate
+    return ids + alone
 
 
 @lru_cache(maxsize=8)

@@ -8,6 +8,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 MAX_LISTED = 5  # of the rows that cannot be trained on
 ROWS_PER_PROCESS = 500  # for fewer rows another process saves no time
+LIBRARIES = ("transformers", "tokenizers", "trl")  # whose versions determine the tokens of a row
 
 
 def load_rows(train_data: str, known: Iterable[str] = ()) -> Dataset:
@@ -86,17 +88,21 @@ def tokenize_rows(
     num_proc: int | None,
     *,
     also: Sequence[ModuleType] = (),
+    constants: Sequence[str] = (),
     cached: bool = True,
 ) -> Dataset:
     """What `tokenize_row(row, **options)`, of the module `source`, returns for each row: the columns `features`.
 
     Args:
         also: further modules whose text determines what it returns.
+        constants: texts of other modules that determine it.
         cached: take what an earlier run made of the same rows and options; False if anything else has an influence.
     """
     processes = min(num_proc or os.cpu_count() or 1, len(data) // ROWS_PER_PROCESS)
-    # `datasets` caches by the name of an imported function; the modules' texts make an edited one run again.
+    # `datasets` caches by the name of an imported function; the modules' texts make an edited one run again, and so do
+    # other versions of the libraries that write and tokenise a conversation.
     sources = [inspect.getsource(module) for module in (source, messages, tokenizer, *also)]
+    versions = [version(library) for library in LIBRARIES]
     return data.map(
         tokenize_row,
         fn_kwargs=options,
@@ -104,7 +110,7 @@ def tokenize_rows(
         remove_columns=data.column_names,
         num_proc=processes if processes > 1 else None,
         load_from_cache_file=None if cached else False,
-        new_fingerprint=Hasher.hash([data._fingerprint, options, *sources]),
+        new_fingerprint=Hasher.hash([data._fingerprint, options, *sources, *versions, *constants]),
         desc="Tokenising",
     )
 
@@ -128,6 +134,7 @@ def usable_rows(
         problems: what is wrong with each bad row.
         data: the rows; those of a file are reported by their lines in it, others by their numbers from 0.
     """
+    status = status[:]  # of a column of `datasets`, a list: cell by cell takes much longer
     counts = Counter(status)
     bad = [index for index, kind in enumerate(status) if kind == "bad"]
 

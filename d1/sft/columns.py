@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from datasets import Features, Value
+
 from d1.models.messages import Message, require_text
+from d1.ranges import nearest
 from d1.rows import json_text
 
 Row = dict[str, Any]
@@ -62,6 +66,8 @@ def one_exchange(question: Any, answer: Any, question_name: str, answer_name: st
 
 # --- Templates --------------------------------------------------------------------------------------------------------
 
+NO_NAME = "--template needs the name of a column in each pair of braces, as in {question}"
+
 
 def require_cell(value: Any, name: str) -> None:
     """Raise ValueError for a cell, or a part of one, that is null."""
@@ -84,7 +90,7 @@ class Template(string.Formatter):
 
     def get_value(self, key: int | str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if isinstance(key, int):
-            raise ValueError("--template needs the name of a column in each pair of braces, as in {question}")
+            raise ValueError(NO_NAME)
         require_cell(kwargs[key], key)
         return kwargs[key]
 
@@ -96,17 +102,65 @@ class Template(string.Formatter):
 
 TEMPLATE = Template()
 
+
+def check_template(template: Sequence[str], columns: Sequence[str]) -> None:
+    """Raise ValueError for a format string that cannot be read, and for a field that begins with no column's name."""
+    for text in template:
+        for field in template_fields(text):
+            column = re.split(r"[.\[]", field, maxsplit=1)[0]  # of {meta[title]} and {meta.title}, meta
+            if field in columns or column in columns:
+                continue
+            if not column or column.isdecimal():
+                raise ValueError(NO_NAME)
+            raise ValueError(
+                f"--template {text!r}: there is no column {column!r}{nearest(column, columns)}; the data has the "
+                f"columns {', '.join(sorted(columns))}"
+            )
+
+
+def template_fields(text: str) -> Iterator[str]:
+    """The fields of a format string, also those within the format of another field; ValueError if it is malformed."""
+    try:
+        parts = list(TEMPLATE.parse(text))
+    except ValueError as error:
+        raise ValueError(f"--template {text!r}: {error}; write a brace of the text itself twice") from None
+    for _, field, format_spec, _ in parts:
+        if field is not None:
+            yield field
+        if format_spec:
+            yield from template_fields(format_spec)
+
+
 # --- What to do with other columns ------------------------------------------------------------------------------------
 
 ANSWERS = ("answer", "output", "response", "completion", "target", "label", "solution", "summary")
 QUESTIONS = ("question", "instruction", "prompt", "input", "problem", "query", "text", "document")
+PREFERENCES = {"chosen", "rejected"}
 
 
 def suggest_flags(columns: Sequence[str]) -> str:
-    """What to do with these columns, which are not understood: a template with two of them, or a function."""
+    """What to do with these columns, which are not understood: a template with two of them, a function, or another
+    stage. Only names that say question or answer are suggested: another column would be trained on without an error."""
+    if set(columns) >= PREFERENCES:
+        return (
+            "pairs of chosen and rejected answers are for `d1 prefer`; to train on the chosen ones alone, use "
+            "--data_function"
+        )
     if len(columns) < 2:
         return "use --data_function"
-    answer = next((name for name in columns if name.lower() in ANSWERS), columns[-1])
-    other_columns = [name for name in columns if name != answer]
-    question = next((name for name in other_columns if name.lower() in QUESTIONS), other_columns[0])
-    return f"use --template '{{{question}}}' '{{{answer}}}' or --data_function"
+    answer = next((name for name in columns if name.lower() in ANSWERS), "ANSWER")
+    question = next((name for name in columns if name.lower() in QUESTIONS), "QUESTION")
+    advice = f"use --template '{{{question}}}' '{{{answer}}}' or --data_function"
+    if question in columns and answer in columns:
+        return advice
+    return f"{advice}, with a column's name for each word in capitals"
+
+
+def check_labels(features: Features) -> None:
+    """Raise ValueError for `prompt` and `completion` next to labels: completions with false are not to be learnt."""
+    is_labelled = features.keys() >= {"prompt", "completion", "label"} and features["label"] == Value("bool")
+    if is_labelled and "messages" not in features:
+        raise ValueError(
+            "the column label says whether a completion is good or bad, and SFT would train on both: use "
+            "`d1 prefer --method elbo-kto`, or keep the good rows and remove this column"
+        )

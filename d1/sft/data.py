@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DefaultDataCollator, PreTrainedTokenizerBase
 
+from d1 import rows as json_rows
 from d1.lazy import fresh_imports
 from d1.masking import draw_noise, keyed_generator, noise_level, token_ids
 from d1.models.messages import (
@@ -25,6 +26,7 @@ from d1.models.messages import (
     as_messages,
     conversation_of,
     read_messages,
+    read_weight,
     require_text,
     whole_turns,
 )
@@ -34,7 +36,15 @@ from d1.runs.data import BatchRow, describe_row_error, tokenize_rows, usable_row
 from d1.runs.data import GlobalBatchSampler as GlobalBatchSampler
 from d1.runs.data import load_rows as load_rows
 from d1.sft import columns
-from d1.sft.columns import ALPACA, SHAREGPT, TEMPLATE, as_conversation, suggest_flags
+from d1.sft.columns import (
+    ALPACA,
+    SHAREGPT,
+    TEMPLATE,
+    as_conversation,
+    check_labels,
+    check_template,
+    suggest_flags,
+)
 from d1.sft.config import CausalLoss
 from d1.sft.editing import EditNoise
 from d1.tasks import ask
@@ -48,6 +58,10 @@ Row = dict[str, Any]
 S1K = {"question", "thinking_trajectories", "attempt"}
 SHAPES = (S1K, {"messages"}, {"prompt", "completion"}, SHAREGPT, ALPACA)  # columns that make a conversation
 SYSTEM_PROMPT = ask("", "Solve the problem.", "the answer")[0]["content"].rstrip()  # before a question of s1K
+SEVERAL_TURNS = (
+    "completion has several turns of the assistant, and the last alone is trained on (--assistant_only_loss trains on "
+    "all turns of the assistant, those of prompt included)"
+)
 FEATURES = Features(
     {
         "input_ids": List(Value("int32")),
@@ -70,6 +84,11 @@ def to_conversation(
     task's prompt asks for), `messages`, `prompt` and `completion`, ShareGPT's `conversations`, and Alpaca's columns.
     The columns of `conversation_of` belong to all but the template and s1K's. Columns of another shape may be null.
     """
+    return join_turns(convert_columns(row, function, template))
+
+
+def convert_columns(row: Row, function: Callable[[Row], Any] | None, template: tuple[str, str] | None) -> Row:
+    """The row with `messages`, or with `prompt` and `completion`, as `to_conversation` says."""
     if function is None and template is None:
         # In a file with rows of several shapes, each row has null cells in the columns of the others.
         filled = {name: cell for name, cell in row.items() if cell is not None}
@@ -95,16 +114,41 @@ def to_conversation(
         row = {"prompt": f"{SYSTEM_PROMPT}\n\n{question}", "completion": completion}
     if "messages" not in row and not row.keys() >= {"prompt", "completion"}:
         row = as_conversation(row)
+    return row
 
+
+def join_turns(row: Row) -> tuple[list[Message], Options]:
+    """The conversation of a row with `messages`, or with `prompt` and `completion`."""
     if "messages" in row:
         messages = row["messages"]
     else:
-        prompt_messages = as_messages(row, "prompt", "user")
-        completion_messages = as_messages(row, "completion", "assistant")
+        prompt_messages = cell_messages(row, "prompt", "user")
+        completion_messages = cell_messages(row, "completion", "assistant")
         if all(message["role"] != "assistant" for message in read_messages(completion_messages)):
             raise ValueError("completion has no message of the assistant")
         messages = prompt_messages + completion_messages
     return conversation_of(row, messages)
+
+
+def cell_messages(row: Row, name: str, role: str) -> list[Message]:
+    """The messages of a row's column `name`; a text is one message of `role`. ValueError for a list of other things,
+    such as all texts of a file that is one object of columns."""
+    messages = as_messages(row, name, role)
+    if not all(isinstance(message, dict) for message in messages):
+        raise ValueError(
+            f"{name} is a list, but not of {{role, content}}: write one object per row, whose {name} is a text or "
+            "messages"
+        )
+    return messages
+
+
+def has_several_answers(row: Row) -> bool:
+    """Whether several turns of the assistant in the row's `completion` could be trained on."""
+    if "messages" in row or not isinstance(row["completion"], list):
+        return False
+    turns = read_messages(row["completion"])
+    answers = [turn for turn in turns if turn["role"] == "assistant" and read_weight(turn) is not False]
+    return len(answers) > 1
 
 
 def tokenize_row(
@@ -120,12 +164,15 @@ def tokenize_row(
     `notes` what the user should know."""
     empty = {"input_ids": [], "answer": [], "length": 0, "start": 0, "problem": "", "notes": []}
     try:
-        messages, options = to_conversation(row, function, template)
+        conversation = convert_columns(row, function, template)
+        messages, options = join_turns(conversation)
         turns = whole_turns(messages)
         text = encode_turns(turns, tokenizer, "the answer", options, all_turns=assistant_only_loss)
         notes = list(text.notes)
         if len(turns) < len(messages):
             notes.append(CUT_OFF)
+        if not assistant_only_loss and has_several_answers(conversation):
+            notes.append(SEVERAL_TURNS)
 
         ids, answer, status = text.ids, text.trained, "ok"
         if len(ids) > max_length:
@@ -196,7 +243,8 @@ def preprocess_dataset(
         last turn that is trained on) and `status` ("ok" or "truncated").
 
     Raises:
-        ValueError: the columns are not understood, rows are bad, or nothing is left to train on.
+        ValueError: the columns are not understood, or are those of preferences; `template` names others; rows are bad;
+            or nothing is left to train on.
     """
     names = set(data.column_names)
     understood = any(shape <= names for shape in SHAPES)
@@ -206,6 +254,10 @@ def preprocess_dataset(
             "attempt, messages, prompt + completion, conversations, or instruction + output (+ input): "
             f"{suggest_flags(data.column_names)}"
         )
+    if template is not None:
+        check_template(template, data.column_names)
+    elif function is None:
+        check_labels(data.features)
     options = {
         "tokenizer": tokenizer,
         "max_length": max_length,
@@ -221,13 +273,14 @@ def preprocess_dataset(
         options=options,
         features=FEATURES,
         num_proc=num_proc,
-        also=[columns],
+        also=[columns, json_rows],
+        constants=[SYSTEM_PROMPT],
         cached=function is None,
     )
     rows = rows.select(usable_rows(rows["status"], rows["problem"], bad_rows, data))
 
     counts: Counter[str] = Counter()
-    for notes in rows["notes"]:
+    for notes in rows["notes"][:]:  # cell by cell takes much longer
         counts.update(notes)
     for note, count in counts.items():
         logger.warning("%d of %d rows: %s", count, len(rows), note)
@@ -281,7 +334,11 @@ class dLLMSFTDataset(torch.utils.data.Dataset):
         self.seed = seed
         self.eval_draws = eval_draws
         self.lengths = []
-        for length, start, status in zip(self.rows["length"], self.rows["start"], self.rows["status"], strict=True):
+        # Whole columns, because reading them cell by cell takes much longer.
+        lengths = self.rows["length"][:]
+        starts = self.rows["start"][:]
+        statuses = self.rows["status"][:]
+        for length, start, status in zip(lengths, starts, statuses, strict=True):
             self.lengths.append(self.filled_length(length, start, status))
         if eval:
             self.order = sorted(range(len(rows)), key=self.lengths.__getitem__)

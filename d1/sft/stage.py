@@ -15,6 +15,7 @@ from d1.models.attention import has_causal_context
 from d1.models.folder import ModelFolder
 from d1.models.kinds import attention_name, block_size, check_room, has_masks, vocabulary
 from d1.runs.checkpoints import read_state
+from d1.runs.cli import from_rank_0
 from d1.runs.console import show_row
 from d1.runs.data import load_rows
 from d1.runs.record import RECORD, ROWS, hash_rows, hash_values
@@ -53,6 +54,8 @@ MASK_SETTINGS = ("packing", "complementary_masks", "edit_noise", "eos_padding")
 
 def stage(args: SFTConfig) -> Stage:
     evaluate = args.test_split > 0
+    if not evaluate and args.eval_draws != SFTConfig.eval_draws:
+        raise ValueError(f"--eval_draws {args.eval_draws} would do nothing: --test_split 0 holds out no rows")
     training, folder = trainer_arguments(
         args,
         per_device_eval_batch_size=args.batch_size,
@@ -115,14 +118,14 @@ def prepare(
         datasets.append(eval_dataset)
 
     # The longest row has to fit the model, first as it is and then with its EOS.
-    longest = max(max(dataset.rows["length"]) for dataset in datasets)
+    longest = max(max(dataset.rows["length"][:]) for dataset in datasets)
     check_room(config, longest, 0, ": lower --max_length")
     longest_filled = max(max(dataset.lengths) for dataset in datasets)
     advice = f": --eos_padding {args.eos_padding} fills rows; lower it or --max_length"
     check_room(config, longest_filled, 0, advice)
 
     cap_batch(training, len(train_dataset))
-    fingerprint = hash_values([hash_rows(dataset.rows) for dataset in datasets])
+    fingerprint = from_rank_0(lambda: hash_values([hash_rows(dataset.rows) for dataset in datasets]))
     facts = {ROWS + "train_data": fingerprint, "held_out_rows": len(held_out_rows) if args.test_split else 0}
     if training.process_index == 0 and not args.quiet:
         show_row(train_rows[0]["input_ids"], train_rows[0]["answer"], tokenizer)

@@ -8,10 +8,11 @@ arXiv 2503.09573). With a causal context, the clean text is trained, too (`Causa
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -40,7 +41,8 @@ Positions = tuple[Tensor, Tensor]  # rows and positions, (n,) each, of n tokens 
 
 
 def check_data(data_collator: Any, datasets: dict[str, Any]) -> None:
-    """Refuse (ValueError) a collator or rows of Transformers or TRL, which have no noise."""
+    """Refuse (ValueError) a collator or rows of Transformers or TRL, which have no noise, and rows to evaluate on that
+    have the noise of training."""
     if data_collator is not None and not hasattr(data_collator, "schedule"):
         kind = type(data_collator).__name__
         raise ValueError(f"data_collator is {kind}: leave it out, or use d1.sft.dLLMDataCollator(tokenizer)")
@@ -51,6 +53,11 @@ def check_data(data_collator: Any, datasets: dict[str, Any]) -> None:
                 raise ValueError(
                     f"{name} is {type(part).__name__}, not dLLMSFTDataset: call rows, _ = preprocess_dataset(data, "
                     "tokenizer, max_length, test_split=0) of d1.sft and use dLLMSFTDataset(rows, tokenizer, max_length)"
+                )
+            if name == "eval_dataset" and getattr(part, "eval", None) is False:
+                raise ValueError(
+                    "eval_dataset has one random time per row, as in training, not the fixed grid of times of an "
+                    "evaluation: use dLLMSFTDataset(rows, tokenizer, max_length, eval=True)"
                 )
 
 
@@ -329,6 +336,22 @@ class dLLMTrainer(RunTrainer, Trainer):
     def start_counting(self) -> None:
         self.answers = torch.zeros((), dtype=torch.long, device=self.args.device)
         self.counting_since = time.perf_counter()
+
+    @contextlib.contextmanager
+    def not_counted(self) -> Iterator[None]:
+        """Leave the time inside out of `answer_tokens_per_second`. It may be nested."""
+        counted = time.perf_counter() - self.counting_since
+        yield
+        self.counting_since = time.perf_counter() - counted
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        with self.not_counted():
+            return super().evaluate(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def saving_checkpoint(self) -> Iterator[None]:
+        with self.not_counted(), super().saving_checkpoint():
+            yield
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:  # a log of training, which every process reaches

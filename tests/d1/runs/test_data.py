@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from datasets import Dataset, DatasetDict
+from datasets.arrow_dataset import Column
 
 from d1.runs.data import describe_row_error, load_rows, usable_rows
 
@@ -38,3 +39,12 @@ def test_bad_rows_are_those_with_this_status_whatever_their_problem_says() -> No
     with pytest.raises(ValueError, match="1 of 2 rows cannot be trained on"):
         usable_rows(["ok", "bad"], ["", ""], "error")
     assert usable_rows(["ok", "bad"], ["", ""], "skip") == [0]
+
+
+def test_the_status_of_rows_may_be_a_column_which_is_read_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(column: Column) -> None:
+        raise AssertionError("read cell by cell")
+
+    monkeypatch.setattr(Column, "__iter__", fail)
+    rows = Dataset.from_dict({"status": ["ok", "bad", "truncated"], "problem": ["", "too long", ""]})
+    assert usable_rows(rows["status"], rows["problem"], "skip") == [0, 2]

@@ -86,7 +86,7 @@ def test_estimate_is_unbiased(tmp_path, block_size, complementary):
     dataset = dLLMSFTDataset(make_rows([4] * 8, ids), TOKENS, 8, eos_padding=0)
     collate = dLLMDataCollator(TOKENS, block_size=block_size, complementary=complementary)
     args = TrainingArguments(output_dir=str(tmp_path), report_to="none", use_cpu=True)
-    trainer = dLLMTrainer(model=model, args=args, data_collator=collate, train_dataset=dataset, eval_dataset=dataset)
+    trainer = dLLMTrainer(model=model, args=args, data_collator=collate, train_dataset=dataset)
     means = []
     for epoch in range(600):
         chosen = sample(dataset.lengths, epoch=epoch)

@@ -11,9 +11,11 @@ import pytest
 from datasets import Dataset
 
 from d1.runs.data import load_rows
+from d1.sft import data as sft_data
 from d1.sft.columns import suggest_flags
 from d1.sft.data import to_conversation
 from tests.commands import ROOT
+from tests.d1.sft.templates import byte_tokenizer
 from tests.d1.sft.test_data import TOKENIZERS, parts, prepare
 
 REAL = ROOT / "tests/real_files"
@@ -74,14 +76,36 @@ def test_a_template_may_name_a_column_with_dots() -> None:
     assert trained(rows, "{meta.q}", "{a[0]}") == [("q", "a")]
 
 
+def test_what_a_template_cannot_fill_in_is_named() -> None:
+    rows = [{"q": "q", "none": None}, {"q": "q", "none": None}]
+    with pytest.raises(ValueError, match="row 0: none is null, which --template cannot fill in"):
+        prepare(rows, template=("{q}", "{none}"))
+
+
 @pytest.mark.parametrize(
     ("template", "problem"),
-    [("{absent}", "there is no 'absent'"), ("{none}", "none is null, which --template cannot fill in"), ("{}", "name")],
+    [
+        ("{answr}", "--template '{answr}': there is no column 'answr' (the nearest is answer); the data has the"),
+        ("{answr[0].text!r}", "there is no column 'answr' (the nearest is answer); the data has the columns answer, q"),
+        ("{answer:{wide}}", "--template '{answer:{wide}}': there is no column 'wide'; the data has the columns"),
+        ("{answer", "--template '{answer': expected '}' before end of string; write a brace of the text itself twice"),
+        ("{}", "--template needs the name of a column in each pair of braces, as in {question}"),
+        ("{0}", "--template needs the name of a column in each pair of braces, as in {question}"),
+    ],
 )
-def test_what_a_template_cannot_fill_in_is_named(template: str, problem: str) -> None:
-    rows = [{"q": "q", "none": None}, {"q": "q", "none": None}]
-    with pytest.raises(ValueError, match=f"row 0: .*{problem}"):
-        prepare(rows, template=("{q}", template))
+def test_a_template_of_other_columns_is_refused_before_rows_are_read(
+    monkeypatch: pytest.MonkeyPatch, template: str, problem: str
+) -> None:
+    """The advice for bad rows, to skip them, would leave nothing."""
+
+    def fail(*args: Any, **options: Any) -> None:
+        raise AssertionError("tokenised")
+
+    monkeypatch.setattr(sft_data, "tokenize_row", fail)
+    for pair in (("{q}", template), (template, "{answer}")):
+        with pytest.raises(ValueError, match=re.escape(problem)) as raised:
+            prepare([{"q": "q", "answer": "a"}], template=pair)
+        assert "--bad_rows" not in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -98,6 +122,20 @@ def test_a_null_and_a_method_within_a_cell_are_no_text(cell: str, field: str, pr
     file.write_text(f'{{"q": "q", "a": {cell}}}\n')
     with pytest.raises(ValueError, match=f"line 1: {re.escape(field)} {problem}"):
         prepare(load_rows(str(file)), template=("{q}", f"{{{field}}}"))
+
+
+def test_numbers_of_calls_and_tools_are_those_of_the_chat_template(tmp_path: Path) -> None:
+    """As SFT/README.md says; all other values are the file's."""
+    file = tmp_path / "rows.jsonl"
+    calls = '[{"type": "function", "function": {"name": "f", "arguments": {"a": 1.10, "b": 1e5, "n": null}}}]'
+    messages = f'[{{"role": "user", "content": "u"}}, {{"role": "assistant", "content": "", "tool_calls": {calls}}}]'
+    tools = '[{"type": "function", "function": {"name": "f", "parameters": {"k": 1.20, "m": null}}}]'
+    file.write_text(f'{{"messages": {messages}, "tools": {tools}}}\n')
+    tokenizer = byte_tokenizer("qwen2_5")
+    (row,) = prepare(load_rows(str(file)), tokenizer)
+    (prompt, _), (answer, _) = parts(row, tokenizer)
+    assert '{"name": "f", "arguments": {"a": 1.1, "b": 100000.0}}' in answer
+    assert '"parameters": {"k": 1.2}' in prompt
 
 
 # --- Alpaca and ShareGPT ----------------------------------------------------------------------------------------------
@@ -165,12 +203,23 @@ def test_what_is_wrong_with_a_cell_is_named_by_its_column(row: dict[str, Any], p
 # --- Other columns ----------------------------------------------------------------------------------------------------
 
 
+CAPITALS = ", with a column's name for each word in capitals"
+
+
 @pytest.mark.parametrize(
     ("columns", "way"),
     [
         (["text", "answer"], "use --template '{text}' '{answer}' or --data_function"),
         (["Label", "id", "Document"], "use --template '{Document}' '{Label}' or --data_function"),
-        (["foo", "bar", "baz"], "use --template '{foo}' '{baz}' or --data_function"),
+        (["foo", "bar", "baz"], "use --template '{QUESTION}' '{ANSWER}' or --data_function" + CAPITALS),
+        (["support", "question"], "use --template '{question}' '{ANSWER}' or --data_function" + CAPITALS),
+        (["id", "answer"], "use --template '{QUESTION}' '{answer}' or --data_function" + CAPITALS),
+        (["prompt", "score_rejected"], "use --template '{prompt}' '{ANSWER}' or --data_function" + CAPITALS),
+        (
+            ["prompt", "chosen", "rejected"],
+            "pairs of chosen and rejected answers are for `d1 prefer`; to train on the chosen ones alone, use "
+            "--data_function",
+        ),
         (["text"], "use --data_function"),
     ],
 )
@@ -179,6 +228,34 @@ def test_a_hint_names_the_files_own_columns(columns: list[str], way: str) -> Non
     with pytest.raises(ValueError, match="the data has the columns") as raised:
         prepare([dict.fromkeys(columns, "x")])
     assert str(raised.value).endswith(way)
+
+
+def test_completions_with_labels_are_preferences(tmp_path: Path) -> None:
+    """The bad ones were trained on as the good ones."""
+    file = tmp_path / "rows.jsonl"
+    rows: list[dict[str, Any]] = [
+        {"prompt": "a", "completion": "good", "label": True},
+        {"prompt": "a", "completion": "bad", "label": False},
+        {"prompt": "a", "completion": "unknown", "label": None},
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(ValueError, match=r"the column label .* use `d1 prefer --method elbo-kto`, or keep the good"):
+        prepare(load_rows(str(file)))
+    chosen = [row for row in rows if row["label"]]
+    assert trained(Dataset.from_list(chosen).remove_columns("label")) == [("a", "good")]
+    assert trained(Dataset.from_list(rows[:1]), "{prompt}", "{completion}") == [("a", "good")]
+    # A label of another kind says nothing about the completion.
+    assert trained(Dataset.from_list([{"prompt": "a", "completion": "b", "label": 0}])) == [("a", "b")]
+
+
+def test_a_file_of_columns_is_called_by_their_names(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    file.write_text('{"prompt": ["a", "b"], "completion": ["c", "d"]}')
+    problem = "line 1: prompt is a list, but not of {role, content}: write one object per row, whose prompt is a text"
+    with pytest.raises(ValueError, match=re.escape(problem)):
+        prepare(load_rows(str(file)))
+    with pytest.raises(ValueError, match=r"row 0: completion is a list, but not of {role, content}"):
+        prepare([{"prompt": "a", "completion": ["b", "c"]}])
 
 
 def test_bad_rows_of_a_file_have_their_lines(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -2,22 +2,25 @@
 
 import hashlib
 import json
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 from datasets import Dataset
+from datasets.arrow_dataset import Column
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from d1.models import load_tokenizer
 from d1.models.tokenizer import PLAIN_CHAT_TEMPLATE
+from d1.runs import data as runs_data
 from d1.runs.data import load_rows
 from d1.runs.record import hash_rows
 from d1.sft import data as sft_data
-from d1.sft.data import load_function, preprocess_dataset, tokenize_row
+from d1.sft.data import dLLMSFTDataset, load_function, preprocess_dataset, tokenize_row
 from tests.faults import write_at_the_same_time
 
 TEMPLATES = {
@@ -126,6 +129,41 @@ def test_boundary_is_exact(name, texts, answer):
         assert answer_ids[:-1] == tokenizer(text[len(prompt) :], add_special_tokens=False)["input_ids"]
 
 
+def space_tokenizer(kind):
+    """A tokenizer that writes a space as a mark, also before a text without one: with Metaspace, or as Llama 2's."""
+    characters = ["\n", *[chr(number) for number in range(33, 127)]]
+    pairs = [("\u2581", "c"), ("\u2581", "\u2581"), ("x", "c")]
+    tokens = ["<unk>", "<eos>", "<mask>", "\u2581", *characters, *map("".join, pairs)]
+    ids = {token: number for number, token in enumerate(tokens)}
+    backend = Tokenizer(models.BPE(vocab=ids, merges=pairs, unk_token="<unk>"))
+    if kind == "llama":
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+        backend.decoder = decoders.Sequence(
+            [decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        )
+    else:
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=kind, split=False)
+        backend.decoder = decoders.Metaspace(prepend_scheme=kind)
+    special = {"unk_token": "<unk>", "eos_token": "<eos>", "mask_token": "<mask>"}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=PLAIN_CHAT_TEMPLATE, **special)
+
+
+@pytest.mark.parametrize("kind", ["always", "first", "never", "llama"])
+@pytest.mark.parametrize("answer", ["cd c", "ab", " c", "  ab", "xc"])
+def test_an_answer_gets_no_space_before_it(kind, answer):
+    """The plain template's prompt ends in a space, which would be one token with the answer's first letter."""
+    tokenizer = space_tokenizer(kind)
+    messages = [{"role": "user", "content": "c"}, {"role": "assistant", "content": answer}]
+    messages += [{"role": "user", "content": "d"}, {"role": "assistant", "content": answer}]
+    for all_turns in (False, True):
+        (row,) = prepare([{"messages": messages}], tokenizer, assistant_only_loss=all_turns)
+        text = f"user: c\nassistant: {answer}\nuser: d\nassistant: {answer}"
+        assert tokenizer.decode(row["input_ids"]).removesuffix("<eos>").rstrip("\n") == text
+        prompt = tokenizer.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True)
+        if not all_turns:
+            assert row["input_ids"][: row["start"]] == tokenizer(prompt, add_special_tokens=False)["input_ids"]
+
+
 @pytest.mark.parametrize("suffix", [".json", ".jsonl", ".parquet", ".csv"])
 def test_local_files(suffix, tmp_path):
     file = tmp_path / f"rows{suffix}"
@@ -153,7 +191,7 @@ def test_schemas():
 
 
 def test_template_and_function(tmp_path):
-    with pytest.raises(ValueError, match="row 0: there is no 'absent'"):
+    with pytest.raises(ValueError, match="there is no column 'absent'; the data has the columns completion, prompt"):
         prepare(PAIR, template=("{absent}", "{completion}"))
     with pytest.raises(ValueError, match="row 0: ZeroDivisionError"):
         prepare(PAIR, function=lambda row: 1 / 0)
@@ -181,6 +219,23 @@ def test_the_last_turn_of_the_assistant_is_trained_on():
     for name in ("chatml", "unasked"):
         (row,) = prepare(rows, TOKENIZERS[name])
         assert [text for text, answer in parts(row, tokenizer) if answer] == ["d<|im_end|><eos>"]
+
+
+def test_earlier_turns_of_a_completion_are_counted(caplog):
+    """The loss is on the last, and TRL's is on the whole completion."""
+    turns = [("assistant", "b"), ("user", "c"), ("assistant", "d")]
+    completion = [{"role": role, "content": content} for role, content in turns]
+    rows = [{"prompt": "a", "completion": completion}, {"prompt": "a", "completion": completion[:1]}]
+    tokenizer = TOKENIZERS["chatml"]
+    trained = {text for row in prepare(rows) for text, answer in parts(row, tokenizer) if answer}
+    assert trained == {"d<|im_end|><eos>", "b<|im_end|><eos>"}
+    note = "completion has several turns of the assistant, and the last alone is trained on"
+    assert next(message for message in caplog.messages if note in message).startswith(f"1 of 2 rows: {note}")
+    caplog.clear()
+    prepare(rows, assistant_only_loss=True)
+    prepare([{"messages": [{"role": "user", "content": "a"}, *completion]}])
+    prepare([{"prompt": "a", "completion": [completion[0] | {"weight": 0}, *completion[1:]]}])  # it says so itself
+    assert note not in caplog.text
 
 
 # Of the token rows of dataset/*_sft.jsonl with the tokenizer that a pocket model has: rows that were trained on since
@@ -306,6 +361,44 @@ def test_preprocessing_is_parallel_and_cached(tmp_path, monkeypatch):
     assert prepare(load_rows(str(file)), num_proc=1).to_list() == alone.to_list()
     with pytest.raises(AssertionError, match="tokenised again"):
         prepare(load_rows(str(file)), max_length=99, num_proc=1)
+
+
+def test_rows_are_tokenised_again_by_other_versions_and_with_another_text_before_questions(tmp_path, monkeypatch):
+    """Chat templates for training come from TRL, and s1K's system prompt from another module."""
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in S1K))
+    expected = prepare(load_rows(str(file))).to_list()
+
+    def fail(*args, **options):
+        raise AssertionError("tokenised again")
+
+    monkeypatch.setattr(sft_data, "tokenize_row", fail)
+    assert prepare(load_rows(str(file))).to_list() == expected
+    for library in ("trl", "transformers", "tokenizers"):
+        with monkeypatch.context() as other:
+            other.setattr(runs_data, "version", lambda name, changed=library: "9" if name == changed else version(name))
+            with pytest.raises(AssertionError, match="tokenised again"):
+                prepare(load_rows(str(file)))
+    monkeypatch.setattr(sft_data, "SYSTEM_PROMPT", "Another one.")
+    with pytest.raises(AssertionError, match="tokenised again"):
+        prepare(load_rows(str(file)))
+
+
+def test_columns_are_read_as_a_whole(monkeypatch):
+    """Cell by cell, 60,000 rows took seconds longer."""
+
+    def fail(column):
+        raise AssertionError("read cell by cell")
+
+    monkeypatch.setattr(Column, "__iter__", fail)
+    rows = [{"prompt": f"q{i}", "completion": "a" * (1 + i)} for i in range(9)]
+    tokenizer = TOKENIZERS["chatml"]
+    train, held_out = preprocess_dataset(
+        Dataset.from_list([*rows, BAD["completion is empty"]]), tokenizer, 100, 0.5, bad_rows="skip"
+    )
+    dataset = dLLMSFTDataset(held_out, tokenizer, 100, eval=True)
+    assert dataset.lengths == [len(row["input_ids"]) for row in held_out.to_list()]
+    assert len(train) == 4
 
 
 CONVERT = """import {module}

@@ -71,6 +71,55 @@ def test_noise_for_other_blocks_is_refused(tiny_model_dir, tmp_path):
             dLLMTrainer(model=model_of(tiny_model_dir, size), args=args, data_collator=collate)
 
 
+def test_rows_to_evaluate_on_have_the_times_of_an_evaluation(tiny_model_dir, tmp_path):
+    """One draw per row gave another loss, without a word."""
+    tokenizer = load_tokenizer(str(tiny_model_dir))
+    training, evaluation = [dLLMSFTDataset(rows_of_all_lengths(), tokenizer, 64, eval) for eval in (False, True)]
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    options = {"model": model_of(tiny_model_dir, None), "args": args, "processing_class": tokenizer}
+    options["train_dataset"] = training
+    for dataset in (training, {"one": evaluation, "other": training}):
+        with pytest.raises(ValueError, match=r"use dLLMSFTDataset\(rows, tokenizer, max_length, eval=True\)"):
+            dLLMTrainer(**options, eval_dataset=dataset)
+    dLLMTrainer(**options, eval_dataset={"one": evaluation})
+
+
+def test_the_rate_of_answer_tokens_leaves_out_evaluations_and_checkpoints(tiny_model_dir, tmp_path):
+    """Each batch of an evaluation and each checkpoint takes an hour, and other readings of the clock a millisecond."""
+    rows, clock = rows_of_all_lengths(3 * ROWS), itertools.count()
+    hours = []
+
+    def read_clock():
+        return next(clock) / 1000 + 3600 * len(hours)
+
+    trainer = make_trainer(tiny_model_dir, tmp_path, ROWS, 1, rows=rows)
+    evaluation = dLLMSFTDataset(rows, trainer.processing_class, 64, eval=True)
+    trainer.eval_dataset = {"one": evaluation, "other": evaluation}
+    for name, value in {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 1, "save_steps": 1}.items():
+        setattr(trainer.args, name, value)
+    evaluate_batch, save_extra = trainer.prediction_step, trainer.save_extra
+
+    def evaluate_slowly(*args, **options):
+        hours.append("evaluation")
+        return evaluate_batch(*args, **options)
+
+    def save_slowly(folder):
+        hours.append("checkpoint")
+        save_extra(folder)
+
+    with (
+        patch("d1.sft.trainer.time.perf_counter", read_clock),
+        patch.multiple(trainer, prediction_step=evaluate_slowly, save_extra=save_slowly),
+    ):
+        trainer.start_counting()
+        trainer.train()
+    assert hours.count("checkpoint") == 3
+    assert hours.count("evaluation") >= 6
+    rates = [log["answer_tokens_per_second"] for log in trainer.state.log_history if "loss" in log]
+    assert len(rates) == 3
+    assert min(rates) > 100
+
+
 def make_trainer(model_dir, folder, batch, accumulation, rows=None, eos_padding="batch", **ways):
     deepspeed, tokenizer = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true", load_tokenizer(str(model_dir))
     sgd = {"optim": "sgd", "learning_rate": 1.0, "lr_scheduler_type": "constant", "max_grad_norm": 0}

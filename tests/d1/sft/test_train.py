@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from datasets.arrow_dataset import Column
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
@@ -355,6 +356,7 @@ NO_GPU = pytest.mark.skipif(on_gpu(), reason="there is a GPU")
     [
         (["--template", "{question}", "{attempt}", "--data_function", "a.py:b"], "use one of"),
         (["--full_finetuning", "--merge_at_end"], "need LoRA"),
+        (["--test_split", "0", "--eval_draws", "8"], "--eval_draws 8 would do nothing: --test_split 0 holds out"),
         (["--full_finetuning", "--dtype", "bfloat16"], "--full_finetuning trains all weights in float32"),
         pytest.param(["--packing", "--attn_implementation", "flex_attention"], "trains on a GPU only", marks=NO_GPU),
     ],
@@ -388,6 +390,16 @@ def test_the_first_row_is_shown_unless_the_run_is_quiet(flags, tmp_path, caplog)
     caplog.clear()
     run(own, tmp_path / "quiet", "--quiet")
     assert not [message for message in caplog.messages if message.startswith("The first row, ")]
+
+
+def test_a_run_reads_columns_as_a_whole(flags, tmp_path, monkeypatch):
+    """Cell by cell, a start with many rows took several times as long."""
+
+    def fail(column):
+        raise AssertionError("read cell by cell")
+
+    monkeypatch.setattr(Column, "__iter__", fail)
+    assert run(flags, tmp_path, "--max_steps", "1", "--lora_r", "2").state.global_step == 1
 
 
 def test_a_plain_chat_template_comes_on_request(flags, tiny_model_dir, tmp_path):
