@@ -99,7 +99,8 @@ def parse_settings(parser: SettingsParser[T], settings: Mapping[str, Any]) -> T:
     typed: list[str] = []
     for name, value in settings.items():
         if isinstance(value, list | tuple):
-            typed += [f"--{name}", *map(str, value)]
+            if value:  # an empty one is the default, as None is
+                typed += [f"--{name}", *map(str, value)]
         elif isinstance(value, dict):
             typed.append(f"--{name}={json.dumps(value)}")
         elif value is True:

@@ -732,6 +732,7 @@ def test_false_turns_a_switch_off_and_none_is_the_default():
     for value, expected in ((False, False), (None, True), (True, True)):
         assert evaluation.parse_settings(parser, {**required, "self_conditioning": value}).self_conditioning is expected
     assert evaluation.parse_settings(parser, {**required, "eos_stop": False}).eos_stop is False
+    assert evaluation.parse_settings(parser, {**required, "tools": []}).tools is None
 
 
 @pytest.mark.parametrize(
