@@ -163,7 +163,7 @@ def run(name: str, checkout: Path, results: Path) -> Path:
         return folder
     shutil.rmtree(folder, ignore_errors=True)
     results.mkdir(parents=True, exist_ok=True)
-    words = job.command.format(pairs=results.parent / PAIRS).split()
+    words = [word.format(pairs=results.parent / PAIRS) for word in job.command.split()]
     command = [sys.executable, *(LAUNCHER if job.processes == 2 else []), *words, "--output_dir", str(folder)]
     where: dict[str, Any] = {"cwd": checkout / job.folder, "env": os.environ | SETTING | {"PYTHONPATH": str(checkout)}}
     with open(log, "w") as file:

@@ -79,7 +79,7 @@ def run_phases(phases: Sequence[Phase], state_dir: Path, jobs: int, console: Con
 
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     left = TextColumn("left"), TimeRemainingColumn(elapsed_when_finished=False)
-    with Progress(*columns, *left, console=console) as progress:
+    with ended_by_signals(), Progress(*columns, *left, console=console) as progress:
         bar = progress.add_task("all", total=sum(phase.weight for phase in phases))
         try:
             while not {*commands} <= {*done}:
@@ -102,6 +102,21 @@ def run_phases(phases: Sequence[Phase], state_dir: Path, jobs: int, console: Con
                 _stop(process)
                 ended(name, started, finished=False)
     return {name: seconds[name] for name in commands}
+
+
+@contextlib.contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """SIGTERM, and the SIGHUP of a terminal that is closed, raise KeyboardInterrupt as Ctrl-C does, so that the phases
+    at work are stopped; an ignored signal, as under nohup, stays ignored."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _contents(phase: Phase, state_dir: Path) -> Iterator[tuple[str, Any]]:

@@ -224,7 +224,12 @@ def differences_table(jobs: Sequence[Job]) -> str:
         if len(jobs) > 1:
             half = stdtrit(len(jobs) - 1, 0.975) * gains.mean(1).std(ddof=1) / math.sqrt(len(jobs))
             low, high = mean - half, mean + half
-        apart = sum((job.row(b, length).ci_low or 0) > (job.row(a, length).ci_high or 0) for job in jobs)
+        apart = 0
+        for job in jobs:
+            first, second = job.row(a, length), job.row(b, length)
+            is_above = (second.ci_low or 0) > (first.ci_high or 0)
+            is_below = (second.ci_high or 0) < (first.ci_low or 0)
+            apart += is_above or is_below
         cells = [f"{result['difference']:+.1f}" for result in results]
         cells += [f"{mean:+.1f} [{low:+.1f}, {high:+.1f}]", f"{max(r['p_value'] for r in results):.1g}"]
         rows.append([f"{b} - {a}", str(length), *cells, f"{apart}/{len(results)}"])

@@ -53,7 +53,7 @@ from d1.runs.stage import Prepared, Stage, check_model_is_kept, cpu_default_bf16
 from d1.runs.turns import TurnSettings
 from d1.sampling.graphs import check_compile
 from d1.sampling.settings import SamplingFlags
-from d1.tasks import load_task, under_protocol, with_rewards, with_shots, without_rewards
+from d1.tasks import load_task, shots_of, under_protocol, with_rewards, with_shots, without_rewards
 
 logger = logging.getLogger(__name__)
 
@@ -314,7 +314,8 @@ def next_command(args: DiffuGRPOConfig, config: Any) -> str:
         flags.update(split="train", data_file=args.data_file)
     if args.prompt_protocol != "d1":
         flags["prompt_protocol"] = args.prompt_protocol
-        if args.data_file and args.few_shot != 0:  # the training problems that its examples come from
+        task = under_protocol(load_task(args.dataset), args.prompt_protocol)
+        if args.data_file and shots_of(task, args.few_shot):  # the training problems that its examples come from
             flags["few_shot_file"] = args.data_file
     flags["few_shot"] = args.few_shot
     names = ["plain_chat_template", "chat_template_kwargs"]

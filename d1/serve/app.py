@@ -260,8 +260,8 @@ def pages(server: Server) -> Any:
 
     router = APIRouter()
     engine = server.engine
-    html = (PAGE_FOLDER / "chat.html").read_text()
-    script = (PAGE_FOLDER / "chat.js").read_text()
+    html = (PAGE_FOLDER / "chat.html").read_text(encoding="utf-8")
+    script = (PAGE_FOLDER / "chat.js").read_text(encoding="utf-8")
     page = film_page(server.name, [], html, script)
 
     @router.get("/")

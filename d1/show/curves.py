@@ -30,7 +30,7 @@ MARKED: list[Any] = [  # no two share a colour or a marker
     for colour, marker in zip((*OKABE_ITO, "#8b66d0", "#8a8a00", "#a3563f"), MARKERS, strict=True)
 ]
 STYLE: Any = {
-    "axes.prop_cycle": cycler(color=OKABE_ITO),
+    "axes.prop_cycle": cycler(color=[style["color"] for style in MARKED]),
     "axes.formatter.useoffset": False,  # ticks show their values, not a difference from a number in the corner
     "axes.grid": True,
     "grid.alpha": 0.3,
@@ -110,7 +110,7 @@ def legend(figure: Figure, columns: int = 4) -> None:
 def save_figure(figure: Figure, path: str | Path) -> None:
     """Writes the figure in the format of the path's ending, and frees it. An SVG follows its reader's theme; any other
     format has a white ground."""
-    if Path(path).suffix == ".svg":
+    if Path(path).suffix.lower() == ".svg":
         text = svg_of(figure, "figure")
         end = text.index(">") + 1
         Path(path).write_text(f"{text[:end]}\n{CARD}{text[end:]}", encoding="utf-8")

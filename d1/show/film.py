@@ -37,7 +37,8 @@ class Film:
     fed: list[int] = field(default_factory=list)  # tokens processed up to the end of each pass; empty if unknown
     seconds: list[float] = field(default_factory=list)  # up to the end of each pass, without the time for display
     solved: bool | None = None  # whether the completion solves its problem; None if it has no problem
-    # Of each position, [step, text, log-probability] of every token that a later one replaced; empty without edits.
+    # Of each position, [step, text, log-probability, step that replaced it by another token or hid it] of every token
+    # that did not stay; empty without edits. Films of earlier versions lack the last number.
     drafts: list[list[list[Any]]] = field(default_factory=list)
 
     def drafts_at(self, position: int) -> list[list[Any]]:
@@ -45,7 +46,8 @@ class Film:
 
     def hide(self, position: int) -> None:
         """Hides a token again, which becomes a draft."""
-        self.drafts[position].append([self.steps[position], self.tokens[position], self.logps[position]])
+        draft = [self.steps[position], self.tokens[position], self.logps[position], len(self.fed)]
+        self.drafts[position].append(draft)
         self.tokens[position] = ""
         self.steps[position] = HIDDEN
         self.logps[position] = 0.0

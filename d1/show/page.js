@@ -15,10 +15,11 @@ const UP_DOWN = { ArrowDown: 1, ArrowUp: -1 };
 const number = (value) => value.toLocaleString("en");
 const bin = (share) => `var(--q${Math.min(4, Math.floor(share * 5))})`;
 
-/* The token at a position after that number of steps: [step, text, log-probability]; none while it is hidden. */
+/* The token at a position after that number of steps: [step, text, log-probability], and of a draft the step that ends
+it; none while it is hidden. */
 function current(film, i, step) {
   const writes = [...(film.drafts[i] ?? []), [film.at[i], film.tokens[i][1], film.logps[i]]];
-  return writes.filter(([at]) => at <= step).at(-1);
+  return writes.filter(([at, , , end]) => at <= step && !(step >= end)).at(-1);
 }
 
 /* The colour of a position, by confidence, entropy or order. */

@@ -32,7 +32,7 @@ def film_page(title: str, scenes: Sequence[Scene], before: str = "", script: str
         script: JavaScript to run after the page's; it may connect to the server of the page.
     """
     connect = "; connect-src 'self'" if script else ""
-    script = (HERE / "page.js").read_text() + script
+    script = (HERE / "page.js").read_text(encoding="utf-8") + script
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     data = json.dumps([{"title": name, "films": [film_data(film) for film in films]} for name, films in scenes])
     values = {
@@ -45,14 +45,17 @@ def film_page(title: str, scenes: Sequence[Scene], before: str = "", script: str
         "DATA": data.replace("<", "\\u003c"),  # so that a model's text cannot end the element that holds it
     }
     # In a single pass, so that a marker inside a text is not replaced.
-    return re.sub("@@([A-Z_]+)@@", lambda marker: values[marker[1]], (HERE / "page.html").read_text())
+    return re.sub("@@([A-Z_]+)@@", lambda marker: values[marker[1]], (HERE / "page.html").read_text(encoding="utf-8"))
 
 
 def film_data(film: Film) -> dict[str, Any]:
     """A film as the page's script reads it; `tokens` are (spaces before, text, line ends after)."""
     drafts = []
     for position_drafts in film.drafts:
-        drafts.append([[step + 1, chip(text)[1], round(max(logp, -99.0), 3)] for step, text, logp in position_drafts])
+        rows: list[list[Any]] = []
+        for step, text, logp, *end in position_drafts:
+            rows.append([step + 1, chip(text)[1], round(max(logp, -99.0), 3), *(last + 1 for last in end)])
+        drafts.append(rows)
     return {
         "title": visible(film.title),
         "note": visible(film.note),
@@ -186,10 +189,13 @@ def film_svg(films: Sequence[Film]) -> str:
             shape = f'x="{x:g}" y="{y:g}" width="{box_width:g}" height="{LINE_HEIGHT - 4}" rx="4"'
             elements.append(f'<rect class="mask" {shape}/>')
             drafts = film.drafts_at(position)
-            for draft_step, draft, draft_logp in drafts:
+            next_steps = [*(draft[0] + 1 for draft in drafts[1:]), shown]
+            for (draft_step, draft, draft_logp, *end), next_step in zip(drafts, next_steps, strict=False):
                 draft_label = text_element(set_cell_size(chip(draft)[1], box.width), centre_x, centre_y)
                 fill = colour(draft_logp)
                 elements.append(f'<g class="s{draft_step + 1}"><rect {shape} fill="{fill}"/>{draft_label}</g>')
+                if end and end[0] + 1 < next_step:  # hidden again
+                    elements.append(f'<g class="s{end[0] + 1}"><rect class="mask" {shape}/></g>')
             paint = 'class="card"' if step < 0 else f'fill="{colour(logp)}"'
             frame = f'<rect class="box" {shape}/>' if drafts else ""
             label = text_element(box.label, centre_x, centre_y, "page" if step < 0 else "")

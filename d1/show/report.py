@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import html
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -184,9 +185,20 @@ def scenes_of(run: Path, label: str) -> list[Scene]:
     return changed + unchanged
 
 
+def labels_of(runs: Sequence[Path]) -> list[str]:
+    """The names of the runs' folders, with as many folders above them as make them different."""
+    parts = [run.resolve().parts for run in runs]
+    labels: list[str] = []
+    for count in range(1, max(map(len, parts)) + 1):
+        labels = ["/".join(names[-count:]) for names in parts]
+        if len({*labels}) == len({*parts}):
+            break
+    return labels
+
+
 def main(args: ReportFlags) -> None:
     runs = [Path(run) for run in args.runs]
-    labels = [run.resolve().name for run in runs]
+    labels = labels_of(runs)
     if args.html:
         args.html.write_text(valid_unicode(report_page(runs, labels)), encoding="utf-8")
     picture = args.output

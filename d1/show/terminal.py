@@ -95,7 +95,7 @@ def step_line(film: Film, total: int) -> str:
     for position, step in enumerate(film.steps):
         if step == film.passes - 1:
             # The token, after the one that it replaces.
-            replaced = "".join(f"{chip(text)[1]} → " for _, text, _ in film.drafts_at(position)[-1:])
+            replaced = "".join(f"{chip(text)[1]} → " for _, text, *_ in film.drafts_at(position)[-1:])
             label = chip(film.tokens[position])[1]
             revealed.append(f"{replaced}{label} {math.exp(film.logps[position]):.0%}")
     return f"{counts(film, total)}  {', '.join(revealed)}"

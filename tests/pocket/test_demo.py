@@ -3,11 +3,13 @@
 import contextlib
 import io
 import json
+import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
@@ -276,3 +278,23 @@ def test_phases_run_in_order_once_and_a_failure_shows_its_log(tmp_path):
     run(named, "named")
     with pytest.raises(PhaseError, match=r"(?s)bad failed.*no such luck"):
         run([phase("bad", "raise SystemExit('no such luck')")], "other")
+
+
+def test_sigterm_ends_the_phases_at_work(tmp_path):
+    """They have sessions of their own, which a signal to the program does not reach."""
+    child = "import os, pathlib, time; pathlib.Path('pid').write_text(str(os.getpid())); time.sleep(600)"
+    program = (
+        "import sys; from pathlib import Path; from rich.console import Console\n"
+        "from pocket.phases import Phase, run_phases\n"
+        f"phase = Phase('long', [sys.executable, '-c', {child!r}], Path({str(tmp_path)!r}), weight=1)\n"
+        f"run_phases([phase], Path({str(tmp_path / 'state')!r}), 1, Console(quiet=True))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    pid = tmp_path / "pid"
+    while not (pid.exists() and pid.read_text()):
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.terminate()
+    assert "KeyboardInterrupt" in process.communicate(timeout=60)[1]
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), 0)

@@ -616,10 +616,11 @@ def test_a_run_is_named_recorded_and_scored_by_its_prompt_protocol(tiny_model_di
     for name, count in (("asked", 1), ("shown", 5)):
         lines = [json.dumps({**row, "question": f"{i}{row['question']} {name}"}) for i in range(count)]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
-    files = ("--data_file", str(tmp_path / "asked.jsonl"), "--few_shot_file", str(tmp_path / "shown.jsonl"))
+    asked_file = ("--data_file", str(tmp_path / "asked.jsonl"))
+    files = (*asked_file, "--few_shot_file", str(tmp_path / "shown.jsonl"))
     out = tmp_path / "results"
     llada = evaluate(tiny_model_dir, out, *files, "--prompt_protocol", "llada", "--few_shot", "4", task="gsm8k")
-    d1 = evaluate(tiny_model_dir, out, *files, task="gsm8k")
+    d1 = evaluate(tiny_model_dir, out, *asked_file, task="gsm8k")
     assert [results["prompt_protocol"] for results in (llada, d1)] == ["llada", "d1"]
     asked = llada["generations"][0]["prompt_input"]
     assert asked.count("Question: ") == 5

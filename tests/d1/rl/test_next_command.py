@@ -102,6 +102,8 @@ def test_the_command_asks_as_the_run_did(tmp_path: Path, caplog: Any, monkeypatc
         "--prompt_protocol llada --few_shot_file mine.jsonl --gen_length 256 --diffusion_steps 128"
     )
     evaluation.make_parser().parse_args(shlex.split(words)[4:])
+    args.dataset = "math"  # which has no examples in this protocol
+    assert "--few_shot" not in next_command(args, config)
 
 
 def test_a_model_with_uniform_noise_is_evaluated_with_its_temperatures(tiny_canvas_dir: Path) -> None:

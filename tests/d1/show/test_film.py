@@ -86,7 +86,9 @@ def test_a_film_of_uniform_noise_ends_with_the_text_and_counts_passes_alone(tmp_
 
     result = sampled(rollout)
     steps = result.reveal_steps[0].tolist()
-    *_, film = filmed(sampled(rollout_steps), str, start=3)
+    frames = []
+    for film in filmed(sampled(rollout_steps), str, start=3):
+        frames.append([*film.tokens])
     assert film.tokens == [str(token) for token in result.ids[0, 3:].tolist()]
     assert film.passes == len(film.fed) == result.passes[0]
     assert film.fed[-1] == result.forward_tokens[0]
@@ -98,6 +100,14 @@ def test_a_film_of_uniform_noise_ends_with_the_text_and_counts_passes_alone(tmp_
             assert step == steps[position]
             assert film.logps[position] == result.logps[0, position]
     assert any(film.drafts)
+
+    # Drafts and tokens say what each pass has left on the canvas.
+    for passes, frame in enumerate(frames[:-1], 1):
+        for position, token in enumerate(frame):
+            shown = [text for step, text, _, end in film.drafts[position] if step < passes <= end]
+            if 0 <= film.steps[position] < passes:
+                shown.append(film.tokens[position])
+            assert shown == [token] * bool(token)
 
 
 @pytest.mark.parametrize(

@@ -2,18 +2,32 @@
 
 import re
 import xml.etree.ElementTree as ET
+from pathlib import Path
 
 import matplotlib as mpl
 import pytest
 
 from d1.runs.tables import aligned_table
 from d1.show.curves import MARKED, legend, panel_svg, panels, running_mean, save_figure, widen
+from d1.show.report import labels_of
 from d1.show.tables import markdown_table
 
 
 def test_tables_are_markdown_or_aligned():
     assert markdown_table(["a", "b"], [["1", "2"]]) == "| a | b |\n| --- | --- |\n| 1 | 2 |\n"
     assert aligned_table(["a", "bb"], [["long", "2"], ["x", "333"]]) == "a     bb\nlong  2\nx     333\n"
+
+
+@pytest.mark.parametrize(
+    ("runs", "labels"),
+    [
+        (["runs/grpo", "runs/espo"], ["grpo", "espo"]),
+        (["demo/seed0/grpo", "demo/seed1/grpo"], ["seed0/grpo", "seed1/grpo"]),
+        (["runs/grpo", "runs/grpo"], ["grpo", "grpo"]),
+    ],
+)
+def test_the_labels_of_runs_tell_different_folders_apart(runs, labels):
+    assert labels_of([Path(run) for run in runs]) == labels
 
 
 @pytest.mark.parametrize(
