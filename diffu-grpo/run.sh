@@ -8,6 +8,7 @@
 #   CONFIG=pocket.yaml bash run.sh    # with METHOD, GPUS and PYTHON alone; other settings as flags
 # Settings come from environment variables, with d1's values as defaults; arguments are forwarded to
 # diffu_grpo_train.py. ACCELERATE_CONFIG names another launch configuration, such as ../launch/zero3.yaml.
+# Relative paths count from this folder.
 # The number of completions per optimizer step (COMPLETIONS, d1: 96) does not depend on the number of GPUs.
 # Also: PER_DEVICE (6), TEMPERATURE, GPUS (all visible), OUTPUT_DIR (../runs/RUN_NAME), RUN_NAME, RUN_PREFIX,
 # PORT (12346), PYTHON; and on several nodes NODES, NODE_RANK and MAIN_IP.
@@ -21,20 +22,37 @@ elif command -v nvidia-smi >/dev/null; then
 else
     visible=0
 fi
+
+check_number() { # NAME MINIMUM: exits unless the variable is a whole number of at least MINIMUM
+    if ! [[ ${!1} =~ ^(0|[1-9][0-9]*)$ ]] || [ "${!1}" -lt "$2" ]; then
+        echo "run.sh: $1 must be a whole number of at least $2, got ${!1}" >&2
+        exit 1
+    fi
+}
+
+read_flag() { # FLAG VALUE: sets the variable of the same setting
+    case ${1//-/_} in # --model-path is --model_path
+        __method) METHOD=$2 ;;
+        __dataset | __task) DATASET=$2 ;;
+        __model_path | __model_name) MODEL_PATH=$2 ;;
+        __num_iterations) NUM_ITER=$2 ;;
+        __per_device_train_batch_size) PER_DEVICE=$2 ;;
+        __gradient_accumulation_steps)
+            echo "run.sh: $1 follows from COMPLETIONS, the completions per optimizer step: set COMPLETIONS instead" >&2
+            exit 1
+            ;;
+    esac
+}
+
 NODES=${NODES:-1}
+check_number NODES 1
 PYTHON=${PYTHON:-python}
-if [ -z "${CONFIG:-}" ]; then # mu, the temperature and the folder follow from these, also if they are flags
+if [ -z "${CONFIG:-}" ]; then # mu, the temperature, the folder and the accumulation follow from variables or flags
     flag=
     for word in "$@"; do
-        case $flag in
-            --method) METHOD=$word ;;
-            --dataset) DATASET=$word ;;
-            --model_path) MODEL_PATH=$word ;;
-        esac
         case $word in
-            --method=*) METHOD=${word#*=} ;;
-            --dataset=*) DATASET=${word#*=} ;;
-            --model_path=*) MODEL_PATH=${word#*=} ;;
+            --*=*) read_flag "${word%%=*}" "${word#*=}" ;;
+            *) read_flag "$flag" "$word" ;;
         esac
         flag=$word
     done
@@ -58,13 +76,28 @@ if [ -n "${CONFIG:-}" ]; then # a complete yaml, such as pocket.yaml, whose batc
             "node instead" >&2
         exit 1
     fi
-    exec "$PYTHON" -m accelerate.commands.launch --quiet --num_processes "${GPUS:-1}" --num_machines 1 \
-        --mixed_precision no --dynamo_backend no diffu_grpo_train.py --config "$CONFIG" "$@"
+    GPUS=${GPUS:-1}
+    check_number GPUS 0
+    if [ "$GPUS" -eq 0 ]; then # one process on the CPU
+        export CUDA_VISIBLE_DEVICES=
+        GPUS=1
+    fi
+    launch_config=../launch/single_gpu.yaml # also on a CPU; without a file, Accelerate reads the user's default
+    if [ "$GPUS" -gt 1 ]; then
+        launch_config=../launch/ddp.yaml
+    fi
+    exec "$PYTHON" -m accelerate.commands.launch --quiet --config_file "$launch_config" --num_processes "$GPUS" \
+        --num_machines 1 --mixed_precision no --dynamo_backend no diffu_grpo_train.py --config "$CONFIG" "$@"
 fi
 GPUS=${GPUS:-$visible}
+check_number GPUS 0
 if [ "$GPUS" -eq 0 ] && [ -z "${MODEL_PATH:-}" ]; then
     echo "run.sh: no GPU found and no MODEL_PATH given: the default (LLaDA-8B, 8 GPUs) cannot run here." >&2
     echo "The pocket model can:  CONFIG=pocket.yaml bash run.sh" >&2
+    exit 1
+fi
+if [ "$GPUS" -eq 0 ] && [ "$NODES" -gt 1 ]; then
+    echo "run.sh: NODES=$NODES needs GPUs, and GPUS is 0: set GPUS to the number of GPUs per node" >&2
     exit 1
 fi
 
@@ -93,6 +126,8 @@ if [ "$METHOD" = coupled-grpo ]; then # groups of ten
 fi
 COMPLETIONS=${COMPLETIONS:-96}
 PER_DEVICE=${PER_DEVICE:-6}
+check_number COMPLETIONS 1
+check_number PER_DEVICE 1
 
 processes=$((NODES * (GPUS > 0 ? GPUS : 1)))
 if [ $((COMPLETIONS % (PER_DEVICE * processes))) -ne 0 ]; then

@@ -10,8 +10,8 @@
 #   BLOCK_LENGTH     tokens per block               (default the model's own, or 32)
 #   BATCH_SIZE       (default 8)   OUTPUT_DIR (default results/)
 #   EXTRA            further flags of eval.py       (default "--add_reasoning", as in the paper)
-# Without MODEL_PATH, Countdown and Sudoku use 256 problems each, as in the paper. A killed run continues when it is
-# started again. The pocket model, on any machine:
+# Relative paths count from this folder. Without MODEL_PATH, Countdown and Sudoku use 256 problems each, as in the
+# paper. A killed run continues when it is started again. The pocket model, on any machine:
 #   MODEL_PATH=../pocket/base TASKS=sudoku GEN_LENGTHS="32 40" BLOCK_LENGTH=8 BATCH_SIZE=128 EXTRA= bash run_eval.sh
 set -euo pipefail
 cd "$(dirname "$0")"
@@ -37,8 +37,9 @@ MESSAGE
 fi
 
 output_dir=${OUTPUT_DIR:-results/}
-read -r -a lengths <<<"${GEN_LENGTHS:-128 256 512}"
-read -r -a extra <<<"${EXTRA---add_reasoning}"
+# All lines (-d ''); read ends with status 1 at the end of the text.
+read -r -d '' -a lengths <<<"${GEN_LENGTHS:-128 256 512}" || true
+read -r -d '' -a extra <<<"${EXTRA---add_reasoning}" || true
 launch=(python)
 if ((devices > 1)); then
     launch=(torchrun --standalone --nproc_per_node "$devices")

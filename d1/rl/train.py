@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import yaml
@@ -140,6 +141,9 @@ class Parser(TrlParser):
                 words.append(word)
         if words[-1:] == ["--config"]:
             self.error("argument --config: expected the path of a yaml file")
+        if words.count("--config") > 1:
+            files = [file for flag, file in pairwise(words) if flag == "--config"]
+            self.error(f"argument --config: give --config once, got {' and '.join(files)} (with run.sh: CONFIG=FILE)")
         self.read_method(words)
         try:
             if "--config" in words:

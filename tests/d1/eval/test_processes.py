@@ -16,7 +16,7 @@ import torch
 
 from d1.eval import run as evaluation
 from tests import forks
-from tests.commands import ROOT
+from tests.commands import ROOT, calls_of
 
 EVAL = ROOT / "eval"
 LENGTHS = ["--gen_length", "12", "--block_length", "4"]
@@ -178,6 +178,23 @@ def test_run_eval_without_gpu_and_model_says_what_to_do():
     command = next(line for line in done.stderr.splitlines() if line.startswith("  MODEL_PATH="))
     assert "MODEL_PATH=../pocket/base TASKS=sudoku" in command
     assert bash(EVAL / "run_eval.sh", "0,1").returncode == 1
+
+
+def test_run_eval_reads_all_lines_of_its_variables(tmp_path):
+    given = {
+        "MODEL_PATH": "x",
+        "TASKS": "math\nsudoku",
+        "GEN_LENGTHS": "12\n18 24\n",
+        "EXTRA": "--seed 3\n\t--eos_stop\n",
+    }
+    calls = calls_of(EVAL / "run_eval.sh", [], given, tmp_path, gpus=1)
+    assert [call[call.index("--dataset") + 1] for call in calls] == ["math", "sudoku"]
+    for call in calls:
+        at = call.index("--gen_length")
+        assert call[at + 1 : at + 5] == ["12", "18", "24", "--batch_size"]
+        assert call[-3:] == ["--seed", "3", "--eos_stop"]
+    (call,) = calls_of(EVAL / "run_eval.sh", [], given | {"TASKS": "math", "EXTRA": ""}, tmp_path, gpus=1)[2:]
+    assert call[-2:] == ["--output_dir", "results/"]
 
 
 def test_run_eval_then_parse(tiny_model_dir, tmp_path):

@@ -540,6 +540,13 @@ def test_abbreviated_flags_are_refused_and_the_whole_one_is_named(flag, meant):
         diffu_grpo_train.make_parser().parse_args_and_config(["--output_dir", "x", flag, "1"])
 
 
+@pytest.mark.parametrize("second", [["--config", "mine.yaml"], ["--config=mine.yaml"]])
+def test_a_second_config_is_refused_by_its_name(second, capsys):
+    with pytest.raises(SystemExit):
+        diffu_grpo_train.make_parser().parse_args_and_config(["--config", "a.yaml", "--max_steps", "1", *second])
+    assert "give --config once, got a.yaml and mine.yaml (with run.sh: CONFIG=FILE)" in capsys.readouterr().err
+
+
 # --- What run.sh and the sbatch scripts launch ------------------------------------------------------------------------
 
 
@@ -596,6 +603,17 @@ def test_a_named_model_runs_without_a_gpu_and_a_config_of_its_own_keeps_its_batc
     assert "--quiet" in call
 
 
+@pytest.mark.parametrize(
+    ("gpus", "processes", "kind"), [("", "1", "NO"), ("0", "1", "NO"), ("1", "1", "NO"), ("2", "2", "MULTI_GPU")]
+)
+def test_a_config_of_its_own_does_not_read_the_users_default_of_accelerate(gpus, processes, kind, tmp_path):
+    (call,) = calls_of(STAGE / "run.sh", [], {"CONFIG": "pocket.yaml", "GPUS": gpus}, tmp_path)
+    flags = flags_of(call)
+    launch = yaml.safe_load((STAGE / flags["--config_file"]).read_text())
+    assert (flags["--num_processes"], launch["distributed_type"], launch["use_cpu"]) == (processes, kind, False)
+    check_python("python", call[1:], STAGE)
+
+
 @pytest.mark.parametrize("engine", ["d1", "sglang"])
 def test_trainers_and_servers_have_nodes_of_their_own(engine, tmp_path):
     """Of three nodes two train; a GPU of the third serves the model to all of them."""
@@ -615,6 +633,44 @@ def test_trainers_and_servers_have_nodes_of_their_own(engine, tmp_path):
     if engine == "d1":
         check_python("python", serve[1:], STAGE)
         assert flags_of(serve)["--weights_dir"] == flags["--output_dir"]
+
+
+def refusal(script, words=(), **environment):
+    """What a script prints when it refuses its flags or variables."""
+    environment = {"PATH": "/usr/bin:/bin", "SLURM_SUBMIT_DIR": str(STAGE)} | environment
+    command = ["bash", str(STAGE / script), *words]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stdout) == (1, "")
+    return done.stderr
+
+
+@pytest.mark.parametrize(
+    ("script", "flag", "variable"),
+    [
+        ("gsm8k_servers", "--model_path", "MODEL_PATH"),
+        ("gsm8k_servers", "--model-path", "MODEL_PATH"),
+        ("gsm8k_servers", "--model_name", "MODEL_PATH"),
+        ("gsm8k_servers", "--dataset", "DATASET"),
+        ("gsm8k_servers", "--task", "DATASET"),
+        ("gsm8k_servers", "--method", "METHOD"),
+        ("gsm8k_servers", "--output_dir", "OUTPUT_DIR"),
+        ("gsm8k_base_2nodes", "--dataset", "DATASET"),
+        ("gsm8k_base_2nodes", "--task", "DATASET"),
+        ("gsm8k_base_2nodes", "--method", "METHOD"),
+    ],
+)
+def test_jobs_of_several_nodes_refuse_flags_that_they_would_read_too_late(script, flag, variable):
+    for words in ([flag, "x"], [f"{flag}=x"]):
+        said = refusal(f"slurm_scripts/{script}.sbatch", ["--seed", "3", *words])
+        assert said.startswith(f"{script}.sbatch: {flag} would ")
+        assert said.endswith(f": set the variable {variable} instead\n")
+
+
+@pytest.mark.parametrize("script", sorted(path.name for path in (STAGE / "slurm_scripts").glob("*.sbatch")))
+def test_jobs_may_be_submitted_from_the_root(script, tmp_path):
+    settings = {"SLURM_SUBMIT_DIR": str(ROOT), "OUTPUT_DIR": str(tmp_path / "out")}
+    calls = calls_of(STAGE / "slurm_scripts" / script, [], settings, tmp_path)
+    assert any("diffu_grpo_train.py" in call for call in calls)
 
 
 def settings_of(script, tmp_path, words=(), **environment):
@@ -673,6 +729,53 @@ def test_a_variable_that_a_config_leaves_unread_is_refused(name):
     done = subprocess.run(["bash", "run.sh"], cwd=STAGE, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert f"run.sh: {name} is not read with CONFIG: give the flag instead" in done.stderr
+
+
+@pytest.mark.parametrize("equals_sign", [False, True])
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("--dataset", "--model_path", "--num_iterations", "--per_device_train_batch_size"),
+        ("--task", "--model_name", "--num-iterations", "--per-device-train-batch-size"),
+        ("--task", "--model-path", "--num_iterations", "--per-device-train-batch-size"),
+    ],
+)
+def test_every_spelling_of_a_flag_chooses_the_settings_of_run_sh(names, equals_sign, tmp_path):
+    for chosen in ({}, {"NUM_ITER": "4", "PER_DEVICE": "12"}):
+        variables = {"DATASET": "sudoku", "MODEL_PATH": "a/model"} | chosen
+        words = []
+        for name, value in zip(names, variables.values(), strict=False):
+            words += [f"{name}={value}"] if equals_sign else [name, value]
+        assert settings_of("run.sh", tmp_path, words) == settings_of("run.sh", tmp_path, **variables)
+    found = settings_of("run.sh", tmp_path, words)
+    assert (found.num_iterations, found.temperature, found.run_name) == (4, 0.3, "sudoku_model_mu4")
+    assert (found.per_device_train_batch_size, found.gradient_accumulation_steps) == (12, 8)
+    assert found.output_dir == "../runs/sudoku_model_mu4"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"GPUS": "all"}, "GPUS must be a whole number of at least 0, got all"),
+        ({"GPUS": "all", "CONFIG": "pocket.yaml"}, "GPUS must be a whole number of at least 0, got all"),
+        ({"PER_DEVICE": "0"}, "PER_DEVICE must be a whole number of at least 1, got 0"),
+        ({"COMPLETIONS": "0"}, "COMPLETIONS must be a whole number of at least 1, got 0"),
+        ({"COMPLETIONS": "9.6"}, "COMPLETIONS must be a whole number of at least 1, got 9.6"),
+        ({"NODES": "two"}, "NODES must be a whole number of at least 1, got two"),
+        ({"NODES": "2", "GPUS": "0"}, "NODES=2 needs GPUs, and GPUS is 0: set GPUS to the number of GPUs per node"),
+    ],
+)
+def test_run_sh_names_a_number_that_makes_no_sense(settings, message):
+    given = {"GPUS": "1"} | settings
+    if "CONFIG" not in settings:
+        given["MODEL_PATH"] = "a/model"
+    assert refusal("run.sh", **given) == f"run.sh: {message}\n"
+
+
+def test_run_sh_derives_the_accumulation():
+    for flag in ("--gradient_accumulation_steps", "--gradient-accumulation-steps"):
+        for words in ([flag, "4"], [f"{flag}=4"]):
+            assert refusal("run.sh", words, GPUS="1").startswith(f"run.sh: {flag} follows from COMPLETIONS")
 
 
 @pytest.mark.parametrize("form", ["words", "equals signs"])
