@@ -194,6 +194,31 @@ def masks_table(lines: Lines) -> str:
     return markdown_table([*head, "reward, last 5 rollouts", "largest ratio"], rows)
 
 
+RATES_FILE = DATA.with_name("rates_on_cpu.jsonl")  # a line per rollout: rate, rollout, right (share), ratio_max
+ROLLOUTS_ON_CPU, LAST_ROLLOUTS = 100, 25
+
+
+def cpu_rates_table(rollouts: Sequence[Mapping[str, Any]]) -> str:
+    """Section 4: the rates of RL in `make smollm`. Runs of one seed have the same prompts, so rollouts are paired."""
+    by_rate: dict[float, dict[int, Mapping[str, Any]]] = {}
+    for line in rollouts:
+        by_rate.setdefault(line["rate"], {})[line["rollout"]] = line
+    first_rate, first = next(iter(by_rate.items()))
+    rows = []
+    for rate, lines in sorted(by_rate.items()):
+        right = np.array([line["right"] for line in lines.values()])
+        gap = ""
+        if rate != first_rate:
+            gap = points(mean_of(right[None] - np.array([[first[number]["right"] for number in lines]])))
+        last = ""
+        if len(lines) == ROLLOUTS_ON_CPU:
+            last = f"{100 * right[-LAST_ROLLOUTS:].mean():.1f}"
+        highest = max(line["ratio_max"] for line in lines.values())
+        rows.append([f"{rate:g}", str(len(lines)), f"{100 * right.mean():.1f}", gap, last, f"{highest:.2f}"])
+    head = ["rate", "rollouts", "right, %", f"minus {first_rate:g} in the same rollouts [95%]"]
+    return markdown_table([*head, f"right in the last {LAST_ROLLOUTS} of {ROLLOUTS_ON_CPU}, %", "largest ratio"], rows)
+
+
 def texts_table(lines: Lines) -> str:
     """The first completions of test problems, by arm."""
     rows = []
@@ -214,5 +239,6 @@ def parts() -> dict[Path, str]:
     text += f"\n## Stages\n\n{stages_table(lines)}"
     text += f"\n## Registered contrasts\n\n{contrasts_table(lines)}"
     text += f"\n## Prompt masks\n\n{masks_table(lines)}"
+    text += f"\n## Rates of RL in `make smollm`\n\n{cpu_rates_table(read_lines(RATES_FILE))}"
     text += f"\n## Completions of the first test problems\n\n{texts_table(lines)}"
     return {Path(__file__).with_name("README.md"): text}

@@ -21,7 +21,7 @@ from d1.rl import DiffuGRPOConfig
 from smollm import model as smollm_model
 from studies.json_lines import append_line, read_lines
 from studies.smollm2 import run, steps, study_svamp
-from studies.smollm2.report import contrasts_table, conversion_table, masks_table, stages_table
+from studies.smollm2.report import contrasts_table, conversion_table, cpu_rates_table, masks_table, stages_table
 from tests.d1.models.test_gguf import write_gguf
 
 ROW = {
@@ -302,6 +302,16 @@ def test_the_table_has_the_shares_of_the_lines_and_differences_paired_by_problem
     assert rows["full"][-1] == "not run"
     on_cpu = {name: value for name, value in line("1000").items() if name not in ("peak_gb", "card")}
     assert conversion_table({"sft-in_place-0": on_cpu}).splitlines()[-2].endswith("| 1 |  | CPU |")
+
+
+def test_rates_on_a_cpu_are_compared_rollout_by_rollout():
+    rollouts = [{"rate": 1e-5, "rollout": number, "right": 0.5, "ratio_max": 1.1} for number in range(1, 101)]
+    rollouts += [{"rate": 1e-4, "rollout": number, "right": 0.25, "ratio_max": number} for number in (1, 2)]
+    *_, low, high = cpu_rates_table(rollouts).splitlines()
+    assert [cell.strip() for cell in low.split("|")[1:-1]] == ["1e-05", "100", "50.0", "", "50.0", "1.10"]
+    assert [cell.strip() for cell in high.split("|")[1:-1]][:3] == ["0.0001", "2", "25.0"]
+    assert high.split("|")[4].strip().startswith("-25.0 [")
+    assert high.split("|")[5].strip() == ""
 
 
 def test_the_files_of_the_study_are_tasks_that_an_evaluation_takes():
