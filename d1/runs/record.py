@@ -233,14 +233,14 @@ def flatten_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 # --- The model card: README.md in a run's folder, made from its `run.json` --------------------------------------------
 
-OPENING = "A diffusion language model, post-trained with d1."
+SIGN = "diffusion language model, post-trained with d1."  # by which the cards of this library are known
 CARD = """---
 {metadata}
 ---
 
 # {name}
 
-{opening} Every setting and the machine are in `run.json`, every logged number in `metrics.jsonl`.
+A {sign} Every setting and the machine are in `run.json`, every logged number in `metrics.jsonl`.
 
 | | |
 | --- | --- |
@@ -315,7 +315,7 @@ def write_card(folder: Path) -> None:
     )
     card = CARD.format(
         metadata=metadata.to_yaml(),
-        opening=OPENING,
+        sign=SIGN,
         base=base_cell,
         method=method,
         data=local_name(data),

@@ -43,8 +43,8 @@ from d1.runs.checkpoints import (
 from d1.runs.cli import TrainingSettings, from_rank_0, raise_together
 from d1.runs.console import log_to_console, log_without_account, train_with_console
 from d1.runs.record import (
-    OPENING,
     ROWS,
+    SIGN,
     OnResume,
     hash_settings,
     identity,
@@ -156,7 +156,7 @@ class Stage:
             give_usual_mode(folder.glob("*.safetensors"))
             self.conclude()
             card = folder / "README.md"  # which may be PEFT's, or this library's with additions of a user
-            if not card.is_file() or OPENING not in card.read_text():
+            if not card.is_file() or SIGN not in card.read_text():
                 write_card(folder)
 
     def contents(self) -> dict[str, Any]:
