@@ -45,6 +45,7 @@ def run(args: FillFlags) -> None:
     import torch
 
     from d1.masking import keyed_generator
+    from d1.models.tokenizer import decode_text
     from d1.sampling import infill
     from d1.sampling.graphs import check_compile
     from d1.sampling.infilling import infill_settings
@@ -66,7 +67,7 @@ def run(args: FillFlags) -> None:
     }
     given, masked = (torch.tensor([row], device=model.device) for row in (ids, hidden))
     filled = infill(model, given, masked, **options).ids[0]
-    sys.stdout.write(f"{decode(tokenizer, filled[before : len(ids) - after])}\n")
+    sys.stdout.write(f"{decode_text(tokenizer, filled[before : len(ids) - after].tolist())}\n")
 
 
 def pieces_of(text: str) -> list[str | int]:
@@ -82,36 +83,24 @@ def pieces_of(text: str) -> list[str | int]:
     return [piece for piece in pieces if piece != ""]
 
 
-def decode(tokenizer: Any, ids: Any) -> str:
-    """The text of ids, without the changes that some tokenizers make to spaces before punctuation."""
-    return str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
-
-
 def encode_piece(tokenizer: Any, piece: str, before: list[int]) -> list[int]:
     """The ids of a piece of text after the ids `before`, which end with a placeholder or are none.
 
-    Some tokenizers (Metaspace of SentencePiece) put a space before a text that they tokenise alone. The piece is then
-    tokenised after a character or the mask token, whose ids are cut off again. ValueError if all ways add or
-    lose a space. A tokenizer that decodes with a space between any two tokens is not checked.
+    They are the first of `encodings_after`, with the mask token as an anchor, too, that neither adds nor loses a space;
+    ValueError if all do. A tokenizer that decodes with a space between any two tokens is not checked.
     """
-    from d1.models.tokenizer import encode_text
+    from d1.models.tokenizer import ANCHORS, decode_text, encode_text, encodings_after
 
     plain = encode_text(tokenizer, piece)
     mask = tokenizer.mask_token
-    if not before or decode(tokenizer, [tokenizer.mask_token_id] * 2) != mask * 2:
+    if not before or decode_text(tokenizer, [tokenizer.mask_token_id] * 2) != mask * 2:
         return plain
-    candidates = [plain]
-    for anchor in (mask, "x", ".", "0"):
-        anchor_ids = list(tokenizer(anchor, add_special_tokens=False)["input_ids"])
-        ids = list(tokenizer(anchor + piece, add_special_tokens=False)["input_ids"])
-        if ids[: len(anchor_ids)] == anchor_ids:
-            candidates.append(ids[len(anchor_ids) :])
     # Only spaces are compared: a tokenizer may change accents, capitals or signs of any text.
-    text = decode(tokenizer, before) + piece.replace(piece.strip(), decode(tokenizer, plain).strip())
-    for ids in candidates:
-        if decode(tokenizer, before + ids) == text:
+    text = decode_text(tokenizer, before) + piece.replace(piece.strip(), decode_text(tokenizer, plain).strip())
+    for ids in encodings_after(tokenizer, piece, (mask, *ANCHORS)):
+        if decode_text(tokenizer, before + ids) == text:
             return ids
-    decoded = decode(tokenizer, before + plain).removeprefix(decode(tokenizer, before))
+    decoded = decode_text(tokenizer, before + plain).removeprefix(decode_text(tokenizer, before))
     raise ValueError(
         f"{tokenizer.name_or_path} would write the text {piece!r} after a placeholder as {decoded!r}: change the text, "
         "or move the placeholder to its end"

@@ -443,30 +443,38 @@ def encode_turns(
 
 def extend_ids(ids: list[int], before: str, part: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The ids of the text `before` and then those of `part`: as in the whole text, if its ids begin with them; if a
-    token would straddle the boundary, the part is tokenised alone.
-
-    Some tokenizers (Metaspace of SentencePiece) put a space before a text that they tokenise alone. The part is then
-    tokenised after a character whose ids are cut off again, if that keeps the text as it is.
-    """
+    token would straddle the boundary, the first of `encodings_after` that keeps the text as it is, or else the part
+    alone."""
     whole = encode_prompt(tokenizer, before + part)
     if whole[: len(ids)] == ids:
         return whole
+    text = decode_text(tokenizer, whole)
+    for part_ids in encodings_after(tokenizer, part):
+        if decode_text(tokenizer, ids + part_ids) == text:
+            return ids + part_ids
+    return ids + encode_prompt(tokenizer, part)
 
-    def decode(token_ids: list[int]) -> str:
-        return str(tokenizer.decode(token_ids, clean_up_tokenization_spaces=False))
 
-    alone = encode_prompt(tokenizer, part)
-    text = decode(whole)
-    if decode(ids + alone) == text:
-        return ids + alone
-    for character in ("x", ".", "0"):
+ANCHORS = ("x", ".", "0")  # characters that most tokenizers have a token for
+
+
+def encodings_after(
+    tokenizer: PreTrainedTokenizerBase, part: str, anchors: Sequence[str] = ANCHORS
+) -> Iterator[list[int]]:
+    """Ways to tokenise a text that comes after another one: alone, and after each of `anchors`, whose ids are cut off
+    again. Some tokenizers (Metaspace of SentencePiece) put a space before a text that they tokenise alone."""
+    yield encode_text(tokenizer, part)
+    for anchor in anchors:
         with suppress(ValueError):  # the tokenizer has no token for it
-            anchor = encode_prompt(tokenizer, character)
-            anchored = encode_prompt(tokenizer, character + part)
-            candidate = ids + anchored[len(anchor) :]
-            if anchored[: len(anchor)] == anchor and decode(candidate) == text:
-                return candidate
-    return ids + alone
+            anchor_ids = encode_text(tokenizer, anchor)
+            ids = encode_text(tokenizer, anchor + part)
+            if ids[: len(anchor_ids)] == anchor_ids:
+                yield ids[len(anchor_ids) :]
+
+
+def decode_text(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
+    """The text of ids, without the changes that some tokenizers make to spaces before punctuation."""
+    return str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
 
 @lru_cache(maxsize=8)
