@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import statistics
 import subprocess
 import sys
@@ -209,7 +208,7 @@ def differences_table(jobs: Sequence[Job]) -> str:
     """Each seed's difference in points, paired by problem; their mean with its 95% interval, Student's t over seeds for
     these problems (of a single seed: over problems); the largest p of the seeds' exact sign tests; the number of seeds
     where the two arms' intervals do not overlap."""
-    from scipy.special import stdtrit  # SciPy, which a single job does not need
+    from scipy import stats  # which a single job does not need
 
     from pocket.uncertainty import mean_of
 
@@ -222,8 +221,7 @@ def differences_table(jobs: Sequence[Job]) -> str:
         gains = 100 * np.stack([solved(job, b, length) - solved(job, a, length) for job in jobs])  # (seeds, problems)
         mean, low, high, _ = mean_of(gains)
         if len(jobs) > 1:
-            half = stdtrit(len(jobs) - 1, 0.975) * gains.mean(1).std(ddof=1) / math.sqrt(len(jobs))
-            low, high = mean - half, mean + half
+            low, high = stats.ttest_1samp(gains.mean(1), 0).confidence_interval()
         apart = 0
         for job in jobs:
             first, second = job.row(a, length), job.row(b, length)

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,7 @@ from d1.rl.losses import (
 )
 from d1.rl.methods import METHODS, Method, pairs_of_papers, papers_of_parts, parts_of_papers
 from d1.runs.record import OnResume, identity
+from d1.runs.turns import TurnSettings
 from d1.sampling.settings import COMPILE, OUTPUTS, SamplingSettings, check_start, refuse_scdd
 from d1.scoring import ESTIMATORS, Randomness, SampledRows, Views
 from d1.scoring.entry import describe_function
@@ -1219,14 +1220,8 @@ def check_prompts(lengths: Sequence[int], args: Settings) -> int:
 
 
 # What else says how calls of tools are read and made. These are checked with the trainer, whose tools need no --tools.
-CALL_SETTINGS = (
-    "tool_format",
-    "calls_per_turn",
-    "tool_seconds",
-    "result_length",
-    "max_turn_prompt",
-    "log_tool_results",
-)
+CALL_SETTINGS = ["tool_format", "log_tool_results", *(field.name for field in fields(TurnSettings))]
+CALL_SETTINGS.remove("max_turns")  # which has a message of its own
 
 
 def check_single_turn(args: Settings) -> None:

@@ -93,10 +93,11 @@ def check_turn_flags(flags: TurnFlags, edits: bool) -> None:
     flags of sampling ask for editing."""
     if flags.tools:
         extensions.load_tools(flags.tools)
-    if not flags.tools and (flags.max_turns or 1) > 1:
+        if edits:
+            raise ValueError("--edit_threshold and --editing: editing with --tools is not supported")
+        return
+    if (flags.max_turns or 1) > 1:
         raise ValueError("--max_turns needs --tools, whose results make another turn")
     for flag in fields(TurnFlags):
-        if not flags.tools and flag.name not in ("tools", "max_turns") and getattr(flags, flag.name) != flag.default:
+        if flag.name not in ("tools", "max_turns") and getattr(flags, flag.name) != flag.default:
             raise ValueError(f"--{flag.name} would do nothing: there are no turns without --tools")
-    if flags.tools and edits:
-        raise ValueError("--edit_threshold and --editing: editing with --tools is not supported")

@@ -23,7 +23,7 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -177,16 +177,18 @@ class Loader:
     """Loads new weights; `load_base` loads the model that the server was started from, to which adapters are added."""
 
     load_base: Callable[[], Any]
-    other_models: WeakSet[Any] = field(default_factory=WeakSet)  # models with other weights than that one
-    bases: WeakKeyDictionary[Any, Any] = field(default_factory=WeakKeyDictionary)  # of a model with an adapter
+    # Of each model that was loaded here, that model below its adapter; None: it has weights of its own
+    bases: WeakKeyDictionary[Any, Any] = field(default_factory=WeakKeyDictionary)
 
     def load(self, folder: Path, model: Any) -> Any:
         """The model in `folder`, or with the adapter in it; `model`, which is in use, does not change."""
         if not (folder / "adapter_config.json").exists():
             new_model = load_like(folder, model)
-            self.other_models.add(new_model)
+            self.bases[new_model] = None
             return new_model
-        base = self.load_base() if model in self.other_models else self.bases.get(model, model)
+        base = self.bases.get(model, model)
+        if base is None:
+            base = self.load_base()
         memo = {id(tensor): tensor for tensor in (*base.parameters(), *base.buffers())}
         twin = copy.deepcopy(base, memo)  # which shares the weights of `base`
         new_model = add_adapter(twin, str(folder)).eval()

@@ -117,7 +117,7 @@ def filmed(
     film = Film(title, prompt, note, tokens=[], steps=[], logps=[], entropies=[])
     clock = time.perf_counter()
     canvas: Any = None
-    passes, ids_shown = 0, list[int]()
+    passes = 0
     for step in steps:
         canvas = step.canvas
         if not film.tokens:
@@ -126,11 +126,10 @@ def filmed(
             film.steps = [HIDDEN] * length
             film.logps = [0.0] * length
             film.entropies = [0.0] * length
-            ids_shown = [0] * length
             if step.max_writes > 1:
                 film.drafts = [[] for _ in range(length)]
 
-        # With uniform noise, the first step of a canvas is no pass: it writes noise, of which nothing is shown.
+        # With uniform noise, the first step of a canvas is no pass. It writes noise, which is not shown.
         passes_before, passes = passes, int(step.passes[0])
         if passes == passes_before:
             continue
@@ -141,7 +140,7 @@ def filmed(
             columns = [column[0].tolist() for column in (step.positions, step.noised, step.ids)]
             for index, noised, token in zip(*columns, strict=True):
                 position = index - start
-                if noised and film.steps[position] >= 0 and token != ids_shown[position]:
+                if noised and film.steps[position] >= 0 and text_of(token) != film.tokens[position]:
                     film.hide(position)
         columns = [
             column[0].tolist() for column in (step.positions, step.revealed, step.ids, step.logps, step.entropies)
@@ -156,7 +155,6 @@ def filmed(
             film.steps[position] = len(film.fed)
             film.logps[position] = logp
             film.entropies[position] = entropy
-            ids_shown[position] = token
         film.fed.append(int(step.forward_tokens[0]))
         film.seconds.append(time.perf_counter() - clock + (film.seconds[-1] if film.seconds else 0.0))
         yield film
