@@ -347,7 +347,7 @@ class SettingsParser(OneLineParser, Generic[T]):
 
 
 def check_repeats(file: str | Path) -> None:
-    """Raises ValueError if a yaml file gives a setting twice, of which a loader takes the last."""
+    """Raises ValueError if a yaml file gives a setting twice: a loader would take the last value."""
     settings = yaml.compose(Path(file).read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
     if not isinstance(settings, yaml.MappingNode):
         return

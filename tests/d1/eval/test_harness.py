@@ -266,19 +266,22 @@ def test_settings_that_make_no_sense_are_refused_before_anything_is_loaded(tiny_
         main(make_parser().parse_args(["--model_path", str(tiny_block_dir), "--tasks", "x", *flags]))
 
 
-@needs_class
-def test_a_temperature_that_only_the_task_knows_is_not_missed(harness, tiny_canvas_dir, monkeypatch):
+@pytest.fixture
+def without_evaluation(harness, monkeypatch) -> None:
+    """`main` ends where the harness's own command would begin; its words are in `sys.argv`."""
     monkeypatch.setattr("lm_eval.__main__.cli_evaluate", lambda: None)
     monkeypatch.setattr(sys, "argv", ["harness.py"])
+
+
+@needs_class
+def test_a_temperature_that_only_the_task_knows_is_not_missed(without_evaluation, tiny_canvas_dir):
     settings = ["--model_path", str(tiny_canvas_dir), "--sampler", "parallel", "--reveal", "entropy", "--tasks", "x"]
     main(make_parser().parse_args(settings))
     assert '"reveal": "entropy"' in " ".join(sys.argv)
 
 
-def test_steps_are_not_compared_with_a_length_that_only_the_task_knows(harness, tiny_model_dir, monkeypatch):
+def test_steps_are_not_compared_with_a_length_that_only_the_task_knows(without_evaluation, tiny_model_dir):
     """6 steps fit a task of 12 tokens in blocks of 4."""
-    monkeypatch.setattr("lm_eval.__main__.cli_evaluate", lambda: None)
-    monkeypatch.setattr(sys, "argv", ["harness.py"])
     settings = ["--model_path", str(tiny_model_dir), "--block_length", "4", "--diffusion_steps", "6", "--tasks", "x"]
     main(make_parser().parse_args(settings))
     assert '"diffusion_steps": 6' in " ".join(sys.argv)
