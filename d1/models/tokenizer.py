@@ -451,6 +451,7 @@ def extend_ids(ids: list[int], before: str, part: str, tokenizer: PreTrainedToke
     text = decode_text(tokenizer, whole)
     for part_ids in encodings_after(tokenizer, part):
         if decode_text(tokenizer, ids + part_ids) == text:
+            check_no_mask(tokenizer, part_ids)
             return ids + part_ids
     return ids + encode_prompt(tokenizer, part)
 
