@@ -259,12 +259,15 @@ def load_ar(path: Path) -> Any:
 # --- Judging ----------------------------------------------------------------------------------------------------------
 
 
-def judge(study: Study, model: Path, arm: Arm) -> dict[str, Any]:
+SPLITS = ("validation", "test")
+
+
+def judge(study: Study, model: Path, arm: Arm, splits: Sequence[str] = SPLITS) -> dict[str, Any]:
     """Which validation and test problems a diffusion model solves, its lengths, and some completions."""
     from d1.eval import run as evaluation
 
     found: dict[str, Any] = {}
-    for split in ("validation", "test"):
+    for split in splits:
         folder = study.path(f"judged-{model.name}-{split}")
         shutil.rmtree(folder, ignore_errors=True)
         flags: list[object] = ["--model_path", model, "--dataset", TASK, "--data_file", study.path(f"{split}.jsonl")]
@@ -301,7 +304,7 @@ def judge_ar(study: Study, model: Path) -> dict[str, Any]:
     if on_gpu():
         twin = twin.to("cuda", torch.bfloat16)
     found: dict[str, Any] = {}
-    for split in ("validation", "test"):
+    for split in SPLITS:
         rows = problem_rows(study, split)
         texts: list[str] = []
         for start in range(0, len(rows), 256):
@@ -345,7 +348,7 @@ def encoded(tokenizer: Any, row: dict[str, Any]) -> tuple[list[int], list[int]]:
 
 
 def bits_per_byte(study: Study, model: Path, arm: Arm) -> float:
-    """Bits per byte of the gold answers, written from left to right in the model's blocks: the chain rule over views
+    """Bits per byte of the gold answers, written from left to right in the arm's blocks: the chain rule over views
     that hide a token and those after it in its block."""
     import torch
 
@@ -355,7 +358,9 @@ def bits_per_byte(study: Study, model: Path, arm: Arm) -> float:
 
     tokenizer = load_tokenizer(str(model))
     judge_model = load_model(str(model), "float32", "cuda" if on_gpu() else "cpu").eval()
-    size = block_size(judge_model.config) or LENGTH
+    size = arm.block
+    if block_size(judge_model.config) is not None:
+        judge_model.config.block_size = size
     nats, count = 0.0, 0
     place = torch.arange(LENGTH) % size  # of a token in its block
     for row in problem_rows(study, "validation"):

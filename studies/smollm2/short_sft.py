@@ -1,0 +1,105 @@
+"""A short SFT of four arms on a CPU: PROTOCOL.md, section 5. A line per arm in data/short_sft.jsonl.
+
+    D1_FILES=FOLDER python -m studies.smollm2.short_sft --model SmolLM2-135M-Instruct.Q4_1.gguf    # hours
+    python -m smollm.model tiny runs/tiny
+    D1_FILES=FOLDER python -m studies.smollm2.short_sft --model runs/tiny --tiny
+
+A stopped run continues: arms with a line are skipped, and SFT resumes from its last checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from d1.runs.cli import OneLineParser, run_script
+from d1.runs.record import run_record
+from studies.json_lines import append_line
+from studies.smollm2.steps import (
+    ARMS,
+    CO_LOSS,
+    Arm,
+    Study,
+    bits_per_byte,
+    convert,
+    convert_source,
+    judge,
+    losses_of,
+    write_rows,
+)
+
+DATA = Path(__file__).parent / "data" / "short_sft.jsonl"
+STEPS = 128  # of 32 rows
+LEFT_TO_RIGHT = ("--masked_weight", "0", "--causal_weight", "1")
+
+# Arm -> the conversion that it starts from; the block of its sampler; the losses of its stages, of equally many steps
+SHORT_ARMS: dict[str, tuple[str, int, Sequence[tuple[str, ...]]]] = {
+    "shift": ("shift", ARMS["shift"].block, [CO_LOSS]),
+    "in_place": ("in_place", ARMS["in_place"].block, [CO_LOSS]),
+    "ar": ("shift", 1, [LEFT_TO_RIGHT]),  # in blocks of one token, it is the autoregressive model
+    "ar_first": ("shift", ARMS["shift"].block, [LEFT_TO_RIGHT, CO_LOSS]),
+}
+
+logger = logging.getLogger(__name__)
+
+
+def train_short(study: Study, name: str) -> dict[str, Any]:
+    """SFT of an arm in one or two stages, then its judgement on the validation problems."""
+    from d1.sft import train
+
+    conversion, block, losses = SHORT_ARMS[name]
+    start = study.path(f"{conversion}-base")
+    line: dict[str, Any] = {"settings": [], "losses": [], "seconds": 0.0}
+    for stage, loss in enumerate(losses):
+        out = f"short-{name}-{stage}"
+        flags: list[object] = ["--full_finetuning", "--model_name", start, "--train_data", study.path("sft.jsonl")]
+        flags += ["--output_dir", study.folder, "--job_name", out, "--seed", stage, "--resume", "--debugging"]
+        flags += ["--packing", "--batch_size", 16, "--grad_accum_steps", 2]
+        flags += ["--max_steps", (4 if study.tiny else STEPS) // len(losses)]
+        flags += ["--learning_rate", 3e-4, "--lr_scheduler_type", "cosine", "--warmup_steps", 0.05]
+        flags += ["--weight_decay", 0, "--max_grad_norm", 1, "--eos_padding", 16, "--max_length", study.longest]
+        flags += ["--test_split", 0, "--logging_steps", 4, "--eval_steps", 32, "--num_proc", 1, *loss]
+        words = [*map(str, flags)]
+        train.main(train.make_parser().parse_args(words))
+        start = study.path(out)
+        logs = [json.loads(text) for text in (start / "metrics.jsonl").read_text().splitlines()]
+        line["settings"].append(words)
+        line["losses"].append(losses_of(start))
+        line["seconds"] += sum(log.get("train_runtime", 0.0) for log in logs)
+    arm = Arm(convert=None, streams=2, block=block)
+    return line | judge(study, start, arm, ["validation"]) | {"bits": bits_per_byte(study, start, arm)}
+
+
+def main(args: argparse.Namespace) -> None:
+    folder = Path(args.output_dir).resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    data = folder / "short.jsonl" if args.tiny else DATA
+    study = Study(args.model, folder, data, args.tiny)
+    missing = [name for name in SHORT_ARMS if name not in study.lines()]
+    if missing and not study.path("validation.jsonl").exists():
+        write_rows(study)
+        convert_source(study)
+    for name in missing:
+        conversion = SHORT_ARMS[name][0]
+        if not study.path(f"{conversion}-base").exists():
+            convert(study, conversion)
+        logger.info("%s: %s starts", time.strftime("%H:%M:%S"), name)
+        append_line(data, {"job": name, **train_short(study, name), **run_record()})
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="the .gguf file, or a folder of a Llama")
+    parser.add_argument("--output_dir", default="runs/smollm2-short", help="of the models (default: %(default)s)")
+    parser.add_argument("--tiny", action="store_true", help="a few rows and steps, with the lines in OUTPUT_DIR")
+    return parser
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    run_script("studies.smollm2.short_sft", lambda: main(make_parser().parse_args()))
