@@ -35,6 +35,7 @@ read_flag() { # FLAG VALUE: sets the variable of the same setting
         __method) METHOD=$2 ;;
         __dataset | __task) DATASET=$2 ;;
         __model_path | __model_name) MODEL_PATH=$2 ;;
+        __run_name) RUN_NAME=$2 ;;
         __num_iterations) NUM_ITER=$2 ;;
         __per_device_train_batch_size) PER_DEVICE=$2 ;;
         __gradient_accumulation_steps)

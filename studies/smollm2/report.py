@@ -14,6 +14,8 @@ from pocket.uncertainty import mean_of
 from studies.json_lines import read_lines
 from studies.reports import holm, percent, points, share_of_one_run
 from studies.smollm2.run import DATA, jobs
+from studies.smollm2.short_sft import DATA as SHORT_DATA
+from studies.smollm2.short_sft import SHORT_ARMS
 from studies.smollm2.steps import ARMS, RATES, SEEDS, Lines, best_arm, best_rate, rate_of_later_runs
 
 TWIN = "ar"
@@ -219,6 +221,24 @@ def cpu_rates_table(rollouts: Sequence[Mapping[str, Any]]) -> str:
     return markdown_table([*head, f"right in the last {LAST_ROLLOUTS} of {ROLLOUTS_ON_CPU}, %", "largest ratio"], rows)
 
 
+def short_sft_table(lines: Lines) -> str:
+    """Section 5: each arm's validation problems, compared with `shift` on the same ones."""
+    shift = lines.get("shift")
+    rows = []
+    for arm in SHORT_ARMS:
+        line = lines.get(arm)
+        if line is None:
+            rows.append([arm, *[""] * 4])
+            continue
+        gap = ""
+        if shift is not None and arm != "shift":
+            gap = points(mean_of(outcomes(line, "validation") - outcomes(shift, "validation")))
+        minutes = f"{line['seconds'] / 60:.0f}"
+        rows.append([arm, share([line], "validation"), gap, f"{line['bits']:.3f}", minutes])
+    head = ["arm", "validation, % [95%]", "minus shift [95%]", "bits per byte", "minutes of SFT"]
+    return markdown_table(head, rows)
+
+
 def texts_table(lines: Lines) -> str:
     """The first completions of test problems, by arm."""
     rows = []
@@ -240,5 +260,7 @@ def parts() -> dict[Path, str]:
     text += f"\n## Registered contrasts\n\n{contrasts_table(lines)}"
     text += f"\n## Prompt masks\n\n{masks_table(lines)}"
     text += f"\n## Rates of RL in `make smollm`\n\n{cpu_rates_table(read_lines(RATES_FILE))}"
+    short = {line["job"]: line for line in read_lines(SHORT_DATA)}
+    text += f"\n## A short SFT on two cores\n\n{short_sft_table(short)}"
     text += f"\n## Completions of the first test problems\n\n{texts_table(lines)}"
     return {Path(__file__).with_name("README.md"): text}

@@ -433,11 +433,18 @@ def rate_of_later_runs(lines: Lines) -> float | None:
 
 def best_rate(lines: Lines) -> float:
     """The rate of RL that solves most validation problems with seed 0, of those that ended without an error. A run of
-    the search that is done later does not change it: all seeds have one rate."""
+    the search that is done later does not change it: all seeds have one rate.
+
+    Raises:
+        ValueError: no run of the search has ended.
+    """
     later = rate_of_later_runs(lines)
     if later is not None:
         return later
     tried = [rate for rate in RATES if f"rate-{rate:g}" in lines]
+    if not tried:
+        names = ", ".join(f"rate-{rate:g}" for rate in RATES)
+        raise ValueError(f"none of {names} has ended, so RL has no rate: see why these jobs failed")
     return max(tried, key=lambda rate: solved(lines[f"rate-{rate:g}"]))
 
 

@@ -14,14 +14,21 @@ import pytest
 import torch
 import trl
 from gguf import GGMLQuantizationType
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from d1.eval.scores import user_tasks
 from d1.rl import DiffuGRPOConfig
 from smollm import model as smollm_model
 from studies.json_lines import append_line, read_lines
-from studies.smollm2 import run, steps, study_svamp
-from studies.smollm2.report import contrasts_table, conversion_table, cpu_rates_table, masks_table, stages_table
+from studies.smollm2 import run, short_sft, steps, study_svamp
+from studies.smollm2.report import (
+    contrasts_table,
+    conversion_table,
+    cpu_rates_table,
+    masks_table,
+    short_sft_table,
+    stages_table,
+)
 from tests.d1.models.test_gguf import write_gguf
 
 ROW = {
@@ -200,6 +207,11 @@ def test_no_arm_is_chosen_before_one_was_trained(tmp_path):
         steps.choose_arm(study)
     append_line(study.data, line_of("sft-full-0", "0110"))
     assert steps.choose_arm(study) == {"arm": "full", "solved": {"full": 2}}
+
+
+def test_no_rate_is_chosen_before_a_run_of_the_search_has_ended():
+    with pytest.raises(ValueError, match="none of rate-3e-06, rate-1e-05, rate-3e-05 has ended"):
+        steps.best_rate({})
 
 
 def test_right_answers_are_those_of_the_task_once_each(tmp_path):
@@ -440,3 +452,56 @@ def test_the_rows_of_the_committed_results_stay_equal_to_the_byte(tmp_path):
     counts = steps.write_rows(steps.Study("", tmp_path, tmp_path / "runs.jsonl"))
     assert counts == {name: rows[name] for name in DIGESTS}
     assert {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in tmp_path.iterdir()} == DIGESTS
+
+
+def tiny_study(tmp_path) -> steps.Study:
+    """A tiny model, converted with the shift, and two problems."""
+    smollm_model.tiny(tmp_path / "ar")
+    study = steps.Study("", tmp_path, tmp_path / "short.jsonl", tiny=True)
+    problems = [study_svamp.own_problem(ROW), study_svamp.own_problem({**ROW, "Numbers": "3.0 8.0 5.0"})]
+    study.path("validation.jsonl").write_text("".join(json.dumps(problem) + "\n" for problem in problems))
+    rows = "".join(json.dumps(study_svamp.as_messages(problem)) + "\n" for problem in problems)
+    study.path("sft.jsonl").write_text(8 * rows)
+    steps.convert(study, "shift")
+    return study
+
+
+def test_bits_per_byte_in_blocks_of_one_token_are_those_of_the_autoregressive_model(tmp_path):
+    study = tiny_study(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(study.path("ar"))
+    # The converted weights, read from left to right: their vocabulary has the mask token, too
+    twin = AutoModelForCausalLM.from_pretrained(study.path("shift-base"), is_causal=True).eval()
+    bits = [steps.bits_of_ar(twin, tokenizer, row) for row in steps.problem_rows(study, "validation")]
+    expected = sum(bit for bit, _ in bits) / sum(size for _, size in bits)
+    arm = steps.Arm(convert=None, streams=2, block=1)
+    found = steps.bits_per_byte(study, study.path("shift-base"), arm)
+    assert found == pytest.approx(expected, rel=1e-5)
+    in_blocks = steps.bits_per_byte(study, study.path("shift-base"), steps.ARMS["shift"])
+    assert abs(in_blocks - expected) > 1e-3
+
+
+def test_an_arm_in_two_stages_trains_the_model_of_its_first_stage_and_a_stopped_one_continues(tmp_path):
+    study = tiny_study(tmp_path)
+    line = short_sft.train_short(study, "ar_first")
+    first, second = line["settings"]
+    assert first[first.index("--masked_weight") + 1] == "0"
+    assert second[second.index("--model_name") + 1] == str(study.path("short-ar_first-0"))
+    assert len(line["validation"]["right"]) == 2
+    again = short_sft.train_short(study, "ar_first")
+    assert again == line
+
+
+def test_short_runs_are_compared_by_problem():
+    def line(name, right):
+        return {"job": name, "validation": {"right": right}, "bits": 0.1, "seconds": 60.0}
+
+    lines = {one["job"]: one for one in (line("shift", "1100"), line("in_place", "1000"), line("ar", "1111"))}
+    by_arm = {}
+    for row in short_sft_table(lines).splitlines():
+        arm, *cells = (cell.strip() for cell in row.split("|")[1:-1])
+        by_arm[arm] = cells
+    assert by_arm["shift"][0].startswith("50.0 [")
+    assert by_arm["shift"][1:] == ["", "0.100", "1"]
+    assert by_arm["in_place"][1].startswith("-25.0 [")
+    assert by_arm["ar"][1].startswith("+50.0 [")
+    assert by_arm["ar_first"] == ["", "", "", ""]

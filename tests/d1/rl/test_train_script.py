@@ -751,6 +751,8 @@ def test_every_spelling_of_a_flag_chooses_the_settings_of_run_sh(names, equals_s
     assert (found.num_iterations, found.temperature, found.run_name) == (4, 0.3, "sudoku_model_mu4")
     assert (found.per_device_train_batch_size, found.gradient_accumulation_steps) == (12, 8)
     assert found.output_dir == "../runs/sudoku_model_mu4"
+    named = ["--run-name=mine"] if equals_sign else ["--run_name", "mine"]
+    assert settings_of("run.sh", tmp_path, [*words, *named]).output_dir == "../runs/mine"
 
 
 @pytest.mark.parametrize(
