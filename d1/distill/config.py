@@ -42,7 +42,7 @@ class DistillConfig(MethodSettings):
 
     # The states
     tail: Annotated[int | None, NATURAL | -1 | None] = setting(
-        None, "tokens after the first EOS that are trained to be EOS; -1: all of the canvas"
+        None, "tokens after a completion's end that are trained to be EOS; -1: all of the canvas"
     )
 
     # The loss

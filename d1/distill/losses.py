@@ -1,8 +1,7 @@
-"""The losses of distillation: logits at chosen positions, and the targets and divergences of `METHODS`.
+"""The loss of distillation, and logits at chosen positions of chosen states.
 
-A target is read from the teacher's logits without gradients, a divergence from the student's. n is the number of
-positions of a micro-batch. The loss of an optimizer step is a mean over all of its micro-batches and processes:
-`totals` are the counts that it divides by.
+n is the number of positions of a micro-batch. The loss of an optimizer step is a mean over all of its micro-batches and
+processes: `totals` are the counts that it divides by.
 """
 
 from __future__ import annotations
@@ -124,73 +123,50 @@ def read_logits(model: Any, states: Tensor, read: ReadLogits, columns: Sequence[
     return tuple(torch.cat(parts) for parts in zip(*results, strict=True))
 
 
-# --- Targets: (settings, logits, token ids) -> tensors ----------------------------------------------------------------
+# --- dParallel's loss -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class ComparedPositions:
+class ScoredPositions:
     """The positions of a micro-batch."""
 
-    row: Tensor  # (n,) the number of each position's row
-    state: Tensor  # (n,) and of its state
+    state: Tensor  # (n,) the number of each position's state, 0 or 1
     ids: Tensor  # (n,) the tokens of the trace
-    target: tuple[Tensor, ...] = ()  # what the target read, (n, ...) each
+    right: Tensor  # (n,) bool, whether that token is the most likely one, before the optimizer step
 
 
-def is_most_likely(settings: Any, logits: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
-    """Whether the token of the trace is the most likely one."""
+def is_most_likely(logits: Tensor, ids: Tensor) -> tuple[Tensor]:
+    """(n,) bool: whether the token of the trace is the most likely one."""
     return (logits.argmax(-1) == ids,)
 
 
-Target = Callable[[Any, Tensor, Tensor], tuple[Tensor, ...]]
-TARGETS: dict[str, Target] = {"own": is_most_likely}
+def read_certainty(logits: Tensor, ids: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """(n,) log-probabilities of the trace's tokens, and (n,) entropies in nats at the `temperature`."""
+    return token_logps(logits, ids), token_entropies(logits / temperature)
 
 
-# --- Divergences ------------------------------------------------------------------------------------------------------
-
-
-def read_certainty(settings: Any, logits: Tensor, ids: Tensor, right: Tensor) -> tuple[Tensor, ...]:
-    return token_logps(logits, ids), token_entropies(logits / settings.entropy_temperature)
-
-
-def count_certainty(compared: ComparedPositions) -> Tensor:
-    """(2, states): the positions of each state, and of these the ones whose token is the most likely one."""
-    (right,) = compared.target
-    positions = torch.bincount(compared.state, torch.ones_like(right), minlength=2)
-    right_positions = torch.bincount(compared.state, right, minlength=2)
+def count_positions(scored: ScoredPositions) -> Tensor:
+    """(2, states): the positions of each state, and of these the right ones."""
+    positions = torch.bincount(scored.state, torch.ones_like(scored.right), minlength=2)
+    right_positions = torch.bincount(scored.state, scored.right, minlength=2)
     return torch.stack([positions, right_positions])
 
 
-def certainty(
-    compared: ComparedPositions, read: tuple[Tensor, ...], totals: Tensor, settings: Any
-) -> tuple[Tensor, dict[str, Tensor]]:
+def certainty_loss(
+    scored: ScoredPositions, logps: Tensor, entropies: Tensor, totals: Tensor, entropy_weight: float
+) -> Tensor:
     """dParallel (section 4): for each of the two states, the mean cross-entropy of the trace's tokens plus the weighted
-    mean entropy, at a temperature below 1, of positions where that token is already the most likely one."""
-    logps, entropies = read
-    (right,) = compared.target
+    mean entropy, at a temperature below 1, of positions where that token is already the most likely one.
 
+    Args:
+        logps: (n,), with gradients, as `read_certainty` returns them.
+        entropies: (n,), with gradients.
+        totals: (2, states) `count_positions` of the whole optimizer step.
+    """
     # The weight of each position in the mean of its state, over all positions and over the right ones.
     weights = (1 / totals.clamp(min=1)).to(logps.dtype)  # (2, states)
-    position_weights, right_weights = weights[:, compared.state]
+    position_weights, right_weights = weights[:, scored.state]
 
     cross_entropy = -(logps * position_weights).sum()
-    entropy = (entropies * right * right_weights).sum()
-    loss = cross_entropy + settings.entropy_weight * entropy
-    return loss, {"logps/own": logps, "right": right, "entropy": entropies}
-
-
-@dataclass(frozen=True)
-class Divergence:
-    """An entry of `DIVERGENCES`."""
-
-    # (settings, logits, token ids, *what the target read) -> tensors of each position, with gradients
-    read: ReadLogits
-    # (positions, what was read, totals, settings) -> the micro-batch's part of the loss, and its logs
-    loss: Callable[..., tuple[Tensor, dict[str, Tensor]]]
-    # (positions) -> counts, which are summed over the optimizer step before the loss sees them
-    totals: Callable[[ComparedPositions], Tensor]
-
-
-DIVERGENCES = {
-    "certainty": Divergence(read_certainty, certainty, count_certainty),
-}
+    entropy = (entropies * scored.right * right_weights).sum()
+    return cross_entropy + entropy_weight * entropy

@@ -18,6 +18,7 @@ from d1.distill.trainer import DistillTrainer
 from d1.models.attention import refuse_causal_context
 from d1.models.folder import ModelFolder
 from d1.models.kinds import block_size, check_room, require_masks
+from d1.models.tokenizer import end_ids
 from d1.runs.cli import from_rank_0
 from d1.runs.record import ROWS, hash_settings, hash_values
 from d1.runs.stage import Stage, cap_batch, on_resume, stage_of, trainer_arguments
@@ -131,7 +132,7 @@ def sample_or_read_traces(
         )
     if training.distributed_state is not None:
         training.distributed_state.wait_for_everyone()
-    traces, compute = read_traces(folder, sampler.tokenizer.eos_token_id)
+    traces, compute = read_traces(folder, end_ids(sampler.tokenizer))
     rows = traces.right.nonzero().squeeze(1)
     if training.should_save:
         left_out = len(traces.right) - len(rows)

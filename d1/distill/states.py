@@ -1,14 +1,12 @@
-"""The states of a trace in which a student is compared with its target: the entries of `STATES`.
+"""The states of a trace that the model is trained in: what each of them hides.
 
-A new one is a function of `Traces`, one generator per row and the settings, and an entry of the table. It draws from a
-row's own generator, so that a row's states depend neither on its batch nor on the number of processes.
+They are drawn from a row's own generator, so that they depend neither on its batch nor on the number of processes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Generator, Tensor
@@ -27,7 +25,7 @@ class Traces:
     steps: Tensor  # (rows, canvas), the row's forward pass, from 0, that revealed each token; -1 after the EOS stop
     blocks: Tensor  # (rows, canvas), the number of each token's block, from 0
     right: Tensor  # (rows,) bool, whether the row is trained on
-    eos_token_id: int
+    end_ids: Sequence[int]  # the tokens that end a completion; the first one, EOS, fills the canvas after it
 
     def at(self, rows: Tensor) -> Traces:
         """The traces with these indices (n,)."""
@@ -35,8 +33,8 @@ class Traces:
 
     @property
     def lengths(self) -> Tensor:
-        """(rows, 1) tokens up to and including the first EOS."""
-        return eos_cut(self.ids, [self.eos_token_id]).sum(-1, keepdim=True)
+        """(rows, 1) tokens up to and including the first one that ends the completion."""
+        return eos_cut(self.ids, self.end_ids).sum(-1, keepdim=True)
 
     def scored_positions(self, tail: int) -> Tensor:
         """(rows, canvas) bool: a completion and `tail` positions after it; -1: all positions."""
@@ -46,17 +44,17 @@ class Traces:
 
     @property
     def filled(self) -> Tensor:
-        """(rows, canvas) ids, with EOS at all positions after the first EOS."""
-        return self.ids.masked_fill(~eos_cut(self.ids, [self.eos_token_id]), self.eos_token_id)
+        """(rows, canvas) ids, with EOS at all positions after the completion's end."""
+        return self.ids.masked_fill(~eos_cut(self.ids, self.end_ids), self.end_ids[0])
 
 
 @dataclass(frozen=True)
 class States:
-    """The states in which a batch is compared, and the positions; on the host. The teacher sees the same states."""
+    """The states of a batch, and the positions; on the host."""
 
-    ids: Tensor  # (rows, canvas) the tokens of the text, with which the model is compared
+    ids: Tensor  # (rows, canvas) the tokens of the text
     noise: Tensor  # (rows, states, canvas) bool, what each state hides
-    positions: Tensor  # (rows, states, canvas) bool, hidden positions where student and target are compared
+    positions: Tensor  # (rows, states, canvas) bool, hidden positions that the loss scores
 
 
 def blocks_of_canvas(settings: SamplingSettings, prompt_lengths: Sequence[int], size: int | None) -> Tensor:
@@ -69,10 +67,10 @@ def blocks_of_canvas(settings: SamplingSettings, prompt_lengths: Sequence[int], 
     return torch.stack(rows)
 
 
-def halves(traces: Traces, generators: Sequence[Generator], settings: Any) -> States:
-    """dParallel: a block is drawn uniformly; earlier blocks are shown and later ones hidden. In this block the first
-    state hides each token with probability 1/2, and the second state hides the others."""
-    scored = traces.scored_positions(settings.tail)  # (rows, canvas)
+def halves(traces: Traces, generators: Sequence[Generator], tail: int) -> States:
+    """dParallel's two states of each trace: a block is drawn uniformly; earlier blocks are shown, later ones hidden. In
+    this block the first state hides each token with probability 1/2, and the second state hides the others."""
+    scored = traces.scored_positions(tail)  # (rows, canvas)
     half = noise_level(torch.tensor(0.5))
 
     # The drawn block of each row, and its two halves.
@@ -90,7 +88,3 @@ def halves(traces: Traces, generators: Sequence[Generator], settings: Any) -> St
     later = traces.blocks > torch.tensor(drawn_blocks).unsqueeze(1)
     noise = hidden_halves | (later | ~scored).unsqueeze(1)
     return States(traces.filled, noise, positions=hidden_halves & scored.unsqueeze(1))
-
-
-Draw = Callable[..., States]
-STATES: dict[str, Draw] = {"halves": halves}

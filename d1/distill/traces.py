@@ -80,7 +80,10 @@ def load_prompts(args: DistillConfig, tokenizer: Any) -> Prompts:
 def prompt_ids(row: dict[str, Any], tokenizer: Any, longest: int) -> tuple[list[int], str]:
     """The ids of a row's prompt and an empty text, or no ids and what is wrong with the row."""
     try:
-        messages, template_arguments = conversation_of(row, as_messages(row, "prompt", "user"))
+        prompt = as_messages(row, "prompt", "user")
+        if not prompt:
+            raise ValueError("prompt is empty")
+        messages, template_arguments = conversation_of(row, prompt)
         ids = encode_question(tokenizer, messages, template_arguments)
         if len(ids) > longest:
             raise ValueError(f"the prompt has {len(ids)} tokens, more than --max_prompt_length")
@@ -104,7 +107,7 @@ class TraceSampler:
         on its prompt, its number and the seed alone."""
         was_training = model.training
         model.eval()
-        eos_token_id = self.tokenizer.eos_token_id
+        ends = end_ids(self.tokenizer)
         prompts = [self.prompts.ids[number] for number in numbers]
         ids, mask = left_pad(prompts, self.tokenizer.pad_token_id)
         sampled = rollout(
@@ -113,7 +116,7 @@ class TraceSampler:
             mask.to(model.device),
             self.settings,
             mask_token_id=self.tokenizer.mask_token_id,
-            eos_token_ids=[eos_token_id],
+            eos_token_ids=ends,
             generator=[keyed_generator(seed, TRACES, number, 0, device=model.device) for number in numbers],
         )
         model.train(was_training)
@@ -124,7 +127,7 @@ class TraceSampler:
             steps=sampled.reveal_steps.cpu(),
             blocks=blocks_of_canvas(self.settings, [len(prompt) for prompt in prompts], block_size(model.config)),
             right=self.are_right(canvas_ids, numbers),
-            eos_token_id=eos_token_id,
+            end_ids=ends,
         )
         return traces, int(sampled.forward_tokens.sum())
 
@@ -159,11 +162,12 @@ def sample_once(
     give_usual_mode(folder.glob("*.safetensors"))
 
 
-def read_traces(folder: Path, eos_token_id: int) -> tuple[Traces, int]:
-    """The traces of all files of `folder`, in the order of the prompts, and the tokens that sampling processed."""
+def read_traces(folder: Path, ends: Sequence[int]) -> tuple[Traces, int]:
+    """The traces of all files of `folder`, in the order of the prompts, and the tokens that sampling processed; `ends`
+    are the tokens that end a completion."""
     parts = []
     for path in sorted(folder.glob("*.safetensors")):
         with reading(path, "these traces are damaged: delete the file, and the same command samples them again"):
             parts.append(load_file(path))
     columns = {name: torch.cat([part[name] for part in parts]) for name in COLUMNS}
-    return Traces(**columns, eos_token_id=eos_token_id), sum(int(part["compute"]) for part in parts)
+    return Traces(**columns, end_ids=ends), sum(int(part["compute"]) for part in parts)

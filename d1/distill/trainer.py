@@ -1,13 +1,13 @@
 """Distillation from traces, on Transformers' Trainer.
 
-Before an optimizer step, all of its micro-batches are prepared without gradients: the states of their traces, and the
-teacher's target there. The counts that the loss divides by are summed over all micro-batches and processes. Then each
-micro-batch adds its part of the loss. So neither accumulation nor the number of processes changes a step.
+Before an optimizer step, all of its micro-batches are prepared without gradients: the states of their traces, and where
+the model already finds the trace's tokens most likely. The counts that the loss divides by are summed over all
+micro-batches and processes. Then each micro-batch adds its part of the loss. So neither accumulation nor the number of
+processes changes a step.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,9 +16,17 @@ from torch import Tensor
 from transformers import Trainer
 
 from d1.distill.config import DistillConfig
-from d1.distill.losses import DIVERGENCES, TARGETS, ComparedPositions, NoisedTexts, ReadLogits, read_positions
-from d1.distill.methods import METHODS
-from d1.distill.states import STATES, States, Traces
+from d1.distill.losses import (
+    NoisedTexts,
+    ReadLogits,
+    ScoredPositions,
+    certainty_loss,
+    count_positions,
+    is_most_likely,
+    read_certainty,
+    read_positions,
+)
+from d1.distill.states import Traces, halves
 from d1.distill.traces import TraceSampler
 from d1.masking import keyed_generator
 from d1.models.attention import left_pad
@@ -48,7 +56,7 @@ def collate(rows: list[BatchRow]) -> dict[str, Any]:
 
 
 class DistillTrainer(SummingTrainer, Trainer):
-    """Trainer with an entry of `METHODS`; `train` raises FloatingPointError for a loss that is not finite.
+    """Trainer with the loss of dParallel; `train` raises FloatingPointError for a loss that is not finite.
 
     Args:
         sampler: of traces, and the prompts.
@@ -63,9 +71,8 @@ class DistillTrainer(SummingTrainer, Trainer):
         self, settings: DistillConfig, sampler: TraceSampler, rows: list[int], traces: Traces, **kwargs: Any
     ) -> None:
         super().__init__(data_collator=collate, train_dataset=TraceDataset(len(rows)), **kwargs)
-        self.settings, self.sampler, self.rows, self.traces = settings, sampler, rows, traces
-        self.method = METHODS[settings.method]
-        self.divergence = DIVERGENCES[self.method.divergence]
+        self.settings: Any = settings  # with the method's values where the user gave none
+        self.sampler, self.rows, self.traces = sampler, rows, traces
         self.totals: Tensor = torch.zeros(())
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list, Any]:
@@ -73,12 +80,12 @@ class DistillTrainer(SummingTrainer, Trainer):
         batches, count = super().get_batch_samples(*args, **kwargs)
         prepared = [self.prepare_batch(batch) for batch in batches]
         if prepared:
-            totals = sum(self.divergence.totals(batch["compared"]) for batch in prepared)
+            totals = sum(count_positions(batch["scored"]) for batch in prepared)
             self.totals = self.accelerator.reduce(totals, "sum")
         return prepared, count
 
     def prepare_batch(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """A micro-batch with its states and the teacher's target."""
+        """A micro-batch with its states, and which tokens of the traces are the most likely ones there."""
         batch_rows, labels = batch["batch_rows"], batch["labels"]
         indices = [max(batch_row.row, 0) for batch_row in batch_rows]  # an empty row stands for the first: labels tell
         rows = [self.rows[index] for index in indices]
@@ -88,18 +95,11 @@ class DistillTrainer(SummingTrainer, Trainer):
         for batch_row, row in zip(batch_rows, rows, strict=True):
             generators.append(keyed_generator(self.settings.seed, STATE_DRAWS, batch_row.epoch, row, 0))
         traces = self.traces.at(torch.tensor(indices))
-        states = STATES[self.method.states](traces, generators, self.settings)
+        states = halves(traces, generators, self.settings.tail)
         is_trained = (labels.cpu() != IGNORED).view(-1, 1, 1)  # to multiply (rows, states, canvas)
-        texts, compared = self.to_device(states, states.positions & is_trained, rows)
+        positions = states.positions & is_trained
 
-        # The target there.
-        read_target = partial(TARGETS[self.method.target], self.settings)
-        with torch.no_grad():
-            target = self.read(self.model, texts, read_target, (compared.ids,))
-        return {"labels": labels, "texts": texts, "compared": replace(compared, target=target), "rows": rows}
-
-    def to_device(self, states: States, positions: Tensor, rows: list[int]) -> tuple[NoisedTexts, ComparedPositions]:
-        """What a pass needs on the device, and the positions in the order in which passes read them."""
+        # What a pass needs, on the device.
         device = self.args.device
         prompts = [self.sampler.prompts.ids[row] for row in rows]
         prompt_ids, prompt_mask = left_pad(prompts, self.sampler.tokenizer.pad_token_id)
@@ -109,13 +109,12 @@ class DistillTrainer(SummingTrainer, Trainer):
             noise=states.noise.to(device),
             positions=positions,
         )
-        row, state, position = positions.nonzero().unbind(1)  # (n,) each
-        compared = ComparedPositions(
-            row=row.to(device, non_blocking=True),
-            state=state.to(device, non_blocking=True),
-            ids=states.ids[row, position].to(device, non_blocking=True),
-        )
-        return texts, compared
+        row, state, position = positions.nonzero().unbind(1)  # (n,) each, in the order in which passes read them
+        ids = states.ids[row, position].to(device, non_blocking=True)
+        with torch.no_grad():
+            (right,) = self.read(self.model, texts, is_most_likely, (ids,))
+        scored = ScoredPositions(state.to(device, non_blocking=True), ids, right)
+        return {"labels": labels, "texts": texts, "scored": scored, "rows": rows}
 
     def read(self, model: Any, texts: NoisedTexts, read: ReadLogits, columns: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """`read_positions`; counts its compute."""
@@ -139,13 +138,13 @@ class DistillTrainer(SummingTrainer, Trainer):
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """The batch's part of the step's loss, times the number of processes, over which gradients are averaged."""
-        compared: ComparedPositions = inputs["compared"]
-        read_student = partial(self.divergence.read, self.settings)
-        student = self.read(model, inputs["texts"], read_student, (compared.ids, *compared.target))
-        loss, logged = self.divergence.loss(compared, student, self.totals, self.settings)
+        scored: ScoredPositions = inputs["scored"]
+        read = partial(read_certainty, temperature=self.settings.entropy_temperature)
+        logps, entropies = self.read(model, inputs["texts"], read, (scored.ids,))
+        loss = certainty_loss(scored, logps, entropies, self.totals, self.settings.entropy_weight)
         loss = loss * self.accelerator.num_processes
         self.require_finite(loss.detach(), lambda: self.texts_of(inputs))
-        self.add_means({name: values.detach() for name, values in logged.items()})
+        self.add_means({"logps/own": logps.detach(), "right": scored.right, "entropy": entropies.detach()})
         return (loss, {}) if return_outputs else loss
 
     def texts_of(self, inputs: dict[str, Any]) -> list[dict[str, Any]]:

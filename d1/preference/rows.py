@@ -191,12 +191,11 @@ def conversation(row: Mapping[str, Any], cell: Any, name: str) -> list[Message]:
 
 
 def continued_transcript(prompt: Any, cell: Any) -> Any:
-    """The cell; if it continues the prompt's transcript with further turns, as a transcript. A user's turn is no
-    part of the answer."""
+    """The cell; after a prompt that is a transcript, as the rest of it: the space that follows `Assistant:` is no part
+    of the answer, and neither is a further turn of the user."""
     if not isinstance(prompt, str) or not isinstance(cell, str):
         return cell
-    continues = TRANSCRIPT.match(prompt) and TRANSCRIPT_TURN.search(cell)
-    if continues and not TRANSCRIPT.match(cell):
+    if TRANSCRIPT.match(prompt) and not TRANSCRIPT.match(cell):
         return f"Assistant:{cell}"
     return cell
 

@@ -1,20 +1,25 @@
-"""Losses and gradients against the papers' formulas, position by position; and logits read state by state."""
+"""The loss and its gradient against the paper's formula, position by position; and logits read state by state."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from d1.distill.losses import DIVERGENCES, TARGETS, ComparedPositions, NoisedTexts, read_positions
-from d1.distill.methods import METHODS
+from d1.distill.losses import (
+    NoisedTexts,
+    ScoredPositions,
+    certainty_loss,
+    count_positions,
+    is_most_likely,
+    read_certainty,
+    read_positions,
+)
 from tests.d1.scoring.enumeration import CANVAS, MASK, PROMPT, SAMPLED, VISIBLE, canvas_logits, tiny
 
-SETTINGS = SimpleNamespace(entropy_weight=2.0, entropy_temperature=0.5)
 STATES, VOCABULARY = 2, 7
 
 
@@ -29,45 +34,42 @@ IDS = torch.tensor([0, 3, 3, 1, 2, 6, 5, 0])
 IDS[::3] = STUDENT[::3].argmax(-1)
 
 
-def compared(which: list[int], method: str) -> ComparedPositions:
-    row, state = torch.tensor([AT[i][:2] for i in which], dtype=torch.long).view(-1, 2).unbind(1)
-    target = TARGETS[METHODS[method].target](SETTINGS, STUDENT[which], IDS[which])
-    return ComparedPositions(row, state, IDS[which], target)
+def scored_positions(which: list[int]) -> ScoredPositions:
+    state = torch.tensor([AT[i][1] for i in which], dtype=torch.long)
+    (right,) = is_most_likely(STUDENT[which], IDS[which])
+    return ScoredPositions(state, IDS[which], right)
 
 
-def loss_of(method: str, parts: list[list[int]], logits: Tensor) -> Tensor:
+def loss_of(parts: list[list[int]], logits: Tensor) -> Tensor:
     """The sum of the parts' losses."""
-    divergence = DIVERGENCES[METHODS[method].divergence]
-    batches, loss = [compared(which, method) for which in parts], torch.zeros(())
-    totals = torch.stack([divergence.totals(batch) for batch in batches]).sum(0)
+    batches, loss = [scored_positions(which) for which in parts], torch.zeros(())
+    totals = torch.stack([count_positions(batch) for batch in batches]).sum(0)
     for which, batch in zip(parts, batches, strict=True):
-        read = divergence.read(SETTINGS, logits[which], batch.ids, *batch.target)
-        loss = loss + divergence.loss(batch, read, totals, SETTINGS)[0]
+        logps, entropies = read_certainty(logits[which], batch.ids, 0.5)
+        loss = loss + certainty_loss(batch, logps, entropies, totals, 2.0)
     return loss
 
 
-def by_hand(method: str, logits: Tensor) -> Tensor:
+def by_hand(logits: Tensor) -> Tensor:
     logps = logits.log_softmax(-1)
     total = logits.sum() * 0
-    if method == "dparallel":
-        for state in range(STATES):
-            own = [i for i, at in enumerate(AT) if at[1] == state]
-            total = total - sum(logps[i, IDS[i]] for i in own) / len(own)
-            sharp = (logits / 0.5).log_softmax(-1)
-            right = [i for i in own if int(STUDENT[i].argmax()) == int(IDS[i])]
-            entropies = [-(sharp[i].exp() * sharp[i]).sum() for i in right]
-            total = total + 2.0 * sum(entropies) / len(right)
+    for state in range(STATES):
+        own = [i for i, at in enumerate(AT) if at[1] == state]
+        total = total - sum(logps[i, IDS[i]] for i in own) / len(own)
+        sharp = (logits / 0.5).log_softmax(-1)
+        right = [i for i in own if int(STUDENT[i].argmax()) == int(IDS[i])]
+        entropies = [-(sharp[i].exp() * sharp[i]).sum() for i in right]
+        total = total + 2.0 * sum(entropies) / len(right)
     return total
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_the_loss_is_the_papers_formula_however_the_step_is_split(method: str) -> None:
+def test_the_loss_is_the_papers_formula_however_the_step_is_split() -> None:
     logits = STUDENT.clone().requires_grad_()
-    expected = by_hand(method, logits)
+    expected = by_hand(logits)
     slope = torch.autograd.grad(expected, logits)[0]
     assert slope.abs().sum() > 0.1
     for parts in ([[*range(8)]], [[0, 1, 2, 3, 4], [5, 6, 7]], [[0, 1, 2, 3, 4], [], [5, 6, 7]]):
-        found = loss_of(method, parts, logits)
+        found = loss_of(parts, logits)
         torch.testing.assert_close(found, expected, atol=1e-7, rtol=1e-6)
         torch.testing.assert_close(torch.autograd.grad(found, logits)[0], slope, atol=1e-7, rtol=1e-6)
 

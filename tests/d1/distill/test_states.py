@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
 
-from d1.distill.states import STATES, Traces, blocks_of_canvas, halves
+from d1.distill.states import Traces, blocks_of_canvas, halves
 from d1.masking import keyed_generator
 from d1.sampling import SamplingSettings
 from tests.d1.scoring.enumeration import EOS
@@ -21,12 +20,19 @@ TRACES = Traces(
     steps=torch.tensor([[0, 1, 0, 1, 3, 2, 3, 2], [1, 0, 0, 1, -1, -1, -1, -1]]),
     blocks=BLOCKS.expand(2, -1),
     right=torch.tensor([True, True]),
-    eos_token_id=EOS,
+    end_ids=[EOS],
 )
 
 
-def drawn(draw: Any, seed: int = 0, **settings: Any) -> Any:
-    return draw(TRACES, [keyed_generator(seed, row) for row in range(2)], SimpleNamespace(**settings))
+def test_a_trace_ends_at_its_first_end_token_and_is_filled_with_eos() -> None:
+    """An end of turn ends a completion, too: what the model wrote after it is no part of what it is trained on."""
+    end_of_turn = 3
+    traces = replace(TRACES, end_ids=[EOS, end_of_turn])
+    assert traces.lengths.tolist() == [[2], [3]]
+    assert traces.filled.tolist() == [[1, end_of_turn, *[EOS] * 6], [2, 1, *[EOS] * 6]]
+    assert traces.scored_positions(1).sum(1).tolist() == [3, 4]
+    states = halves(traces, [keyed_generator(0, row) for row in range(2)], -1)
+    assert torch.equal(states.ids, traces.filled)
 
 
 def test_blocks_begin_at_the_canvas_or_where_those_of_the_prompt_end() -> None:
@@ -40,7 +46,7 @@ def test_halves_are_opposite_halves_of_one_block(tail: int) -> None:
     blocks, hidden = [], torch.zeros(CANVAS)
     scored = torch.arange(CANVAS) < torch.tensor([[8], [3 + tail if tail >= 0 else 8]])
     for seed in range(400):
-        found = drawn(halves, seed, tail=tail)
+        found = halves(TRACES, [keyed_generator(seed, row) for row in range(2)], tail)
         assert found.ids.tolist() == [TRACES.ids[0].tolist(), [2, 1, *[EOS] * 6]]
         for row in range(2):
             inside = found.noise[row].any(0) & ~found.noise[row].all(0)
@@ -59,11 +65,8 @@ def test_halves_are_opposite_halves_of_one_block(tail: int) -> None:
     assert {block for row, block in blocks if row == 1} == ({0, 1} if tail == -1 else {0})
 
 
-@pytest.mark.parametrize("name", STATES)
-def test_a_rows_states_do_not_depend_on_its_batch(name: str) -> None:
-    settings = SimpleNamespace(tail=-1)
-    both = STATES[name](TRACES, [keyed_generator(0, row) for row in range(2)], settings)
-    alone = STATES[name](TRACES.at(torch.tensor([1])), [keyed_generator(0, 1)], settings)
-    count = alone.noise.shape[1]
-    for key in ("noise", "positions"):
-        assert torch.equal(getattr(both, key)[[1], :count], getattr(alone, key))
+def test_a_rows_states_do_not_depend_on_its_batch() -> None:
+    both = halves(TRACES, [keyed_generator(0, row) for row in range(2)], tail=-1)
+    alone = halves(TRACES.at(torch.tensor([1])), [keyed_generator(0, 1)], tail=-1)
+    assert torch.equal(both.noise[[1]], alone.noise)
+    assert torch.equal(both.positions[[1]], alone.positions)

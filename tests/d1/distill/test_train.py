@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from d1.distill import METHODS
-from d1.distill.traces import Prompts, TraceSampler, read_traces
+from d1.distill.traces import Prompts, TraceSampler, prompt_ids, read_traces
 from d1.distill.train import main, make_parser
 from d1.models import load_model, load_tokenizer
 from d1.models.head import NotFiniteError
@@ -137,7 +137,7 @@ def test_traces_are_sampled_once(flags: list[str], tiny_block_dir: Path, tmp_pat
     assert [file.stat().st_mtime_ns for file in files][::2] == stamps
     files[0].write_bytes(before[0][:99])
     with pytest.raises(ValueError, match=rf"^{files[0]}: these traces are damaged: delete the file, and the same comm"):
-        read_traces(again, 2)
+        read_traces(again, [2])
 
 
 def test_a_trace_is_judged_up_to_its_first_end_as_an_evaluation_reads_it(tiny_model_dir: Path) -> None:
@@ -155,6 +155,21 @@ def test_a_trace_is_judged_up_to_its_first_end_as_an_evaluation_reads_it(tiny_mo
     canvas_ids = tokenizer("4<user>9<eos>", add_special_tokens=False, return_tensors="pt")["input_ids"]
     assert sampler.are_right(canvas_ids, [0]).tolist() == [True]
     assert texts == ["4"]
+
+
+def test_a_trace_ends_where_an_evaluation_ends_it(tiny_model_dir: Path) -> None:
+    """The EOS stop also ends a row at an end of turn; before, the model was trained on what it wrote after that."""
+    model, tokenizer = load_model(str(tiny_model_dir)), load_tokenizer(tiny_model_dir)
+    settings = SamplingSettings(gen_length=32, block_length=4, steps=32)
+    prompts = Prompts([[5], [6], [7]], None, "")
+    unstopped, _ = TraceSampler(prompts, settings, tokenizer, None).sample(model, range(3), seed=0)
+    token = int(unstopped.ids[0, 5])  # written in the second of eight blocks
+    tokenizer.eot_token = tokenizer.convert_ids_to_tokens(token)
+    traces, _ = TraceSampler(prompts, settings, tokenizer, None).sample(model, range(3), seed=0)
+    end = traces.ids[0].tolist().index(token)
+    assert traces.filled[0, : end + 1].tolist() == unstopped.ids[0, : end + 1].tolist()
+    assert set(traces.filled[0, end + 1 :].tolist()) == {tokenizer.eos_token_id}
+    assert traces.steps[0, 8:].tolist() == [-1] * 24
 
 
 def test_traces_of_other_contents_are_sampled_again(flags: list[str], tiny_model_dir: Path, tmp_path: Path) -> None:
@@ -233,3 +248,8 @@ def test_settings_that_cannot_work_are_refused(flags: list[str], tmp_path: Path,
     with pytest.raises((ValueError, OSError), match=problem):
         run(flags, tmp_path, *more)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_prompt_without_messages_is_empty(tiny_model_dir: Path) -> None:
+    """The chat template's own error was an IndexError."""
+    assert prompt_ids({"prompt": []}, load_tokenizer(tiny_model_dir), 16) == ([], "prompt is empty")

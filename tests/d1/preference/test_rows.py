@@ -193,6 +193,15 @@ def test_the_transcripts_of_a_file_from_windows_are_conversations():
     assert turns_of({"prompt": turns, "chosen": GOOD, "rejected": BAD}) == expected
 
 
+def test_the_space_between_a_transcript_and_its_answer_is_no_part_of_the_answer():
+    """As Dahoas/full-hh-rlhf cuts the texts of HH-RLHF: the answer begins with the space."""
+    cut = {"prompt": f"\n\nHuman: {ASKED}\n\nAssistant:", "chosen": f" {GOOD}", "rejected": f" {BAD}"}
+    whole = {answer: cut["prompt"] + cut[answer] for answer in ("chosen", "rejected")}
+    assert turns_of(cut) == turns_of(whole) == {"chosen": [USER, RIGHT], "rejected": [USER, WRONG]}
+    with pytest.raises(ValueError, match="chosen is empty"):
+        turns_of(cut | {"chosen": " "})
+
+
 def test_alpacas_columns_are_the_instruction_and_its_input():
     row = TEXTS | {"instruction": "add", "input": "1+1"}
     assert turns_of(row)["chosen"] == [message("user", "add\n1+1"), RIGHT]
