@@ -123,7 +123,7 @@ def tiny_canvas_dir(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFacto
 @pytest.fixture(autouse=True)
 def method_tables() -> Iterator[None]:
     """Removes the rows that a method file adds to the tables after each test, even if the test only reads a command."""
-    from d1.rl.checks import TABLES
+    from d1.rl.tables import TABLES
 
     before = {table: dict(rows) for table, rows in TABLES.items()}
     yield

@@ -81,7 +81,7 @@ def one_method(name: str) -> str:
     if name in METHODS:
         method = METHODS[name]
     else:
-        from d1.rl.checks import find_method  # imports torch
+        from d1.rl.tables import find_method  # imports torch
 
         method = find_method(name)
     rows = [[f"--{setting}", str(value)] for setting, value in {**method.values, **method.scale}.items()]

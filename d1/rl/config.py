@@ -32,16 +32,15 @@ from d1.ranges import (
 from d1.rl.batch import LOSS_MASKS
 from d1.rl.checks import (
     UNSUPPORTED,
-    check_names,
     check_settings,
     check_unsupported,
-    find_method,
     set_by_user,
     try_entries,
 )
 from d1.rl.hints import HINTS
 from d1.rl.losses import ADVANTAGES, OBJECTIVES, PENALTIES
 from d1.rl.methods import CANVAS, METHODS
+from d1.rl.tables import check_names, find_method
 from d1.runs.turns import FORMAT_NAMES, TOOL_NAMES, TurnSettings
 from d1.sampling.caches import CACHES
 from d1.sampling.reveal import REMASKING, RULES

@@ -2,7 +2,7 @@
 
 From top to bottom: the inputs of a loss; means; entries of the tables, which say what a function reads and needs;
 objectives, KL penalties and advantages that several methods use. What one paper alone uses is in its method's file
-(`d1/rl/methods/`), and joins these tables in `d1/rl/checks.py`. A new one is a function and an entry, in a method's
+(`d1/rl/methods/`), and joins these tables in `d1/rl/tables.py`. A new one is a function and an entry, in a method's
 file.
 
 Shapes end a tensor's name where it has several dimensions: R rows, V views, T tokens of the canvas, D draws. The name

@@ -37,7 +37,6 @@ from d1.rl.checks import (
     check_model_settings,
     check_prompts,
     check_single_turn,
-    find_method,
     resume_rules,
     set_by_user,
 )
@@ -45,6 +44,7 @@ from d1.rl.config import DiffuGRPOConfig, inactive_settings, plan
 from d1.rl.hints import TRACE
 from d1.rl.methods import Trained
 from d1.rl.rewards import accuracy_of, check_rewards, tokens_per_forward_pass
+from d1.rl.tables import find_method
 from d1.rl.trainer import DiffuGRPOTrainer, StopAtCompute, budget_exhausted
 from d1.runs.checkpoints import read_state
 from d1.runs.console import log_to_console

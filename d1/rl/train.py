@@ -23,9 +23,9 @@ from trl import ModelConfig, TrlParser
 
 from d1.files import check_output_dir
 from d1.ranges import check_ranges
-from d1.rl.checks import find_method
 from d1.rl.config import INHERITED, DiffuGRPOConfig
 from d1.rl.methods import CANVAS, METHODS, SCHEDULE, Method
+from d1.rl.tables import find_method
 from d1.runs.cli import check_repeats, quick_imports, refuse_flags, run_script, show_defaults
 from d1.runs.flag_names import hints_of_flags
 

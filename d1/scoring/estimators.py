@@ -1,7 +1,7 @@
 """The estimators of log-probabilities that several methods use, by name.
 
 An estimator that one paper alone uses is in its method's file (`d1/rl/methods/`), and joins this table in
-`d1/rl/checks.py`. An entry says what its views need and which settings they read. The checks of combinations, the
+`d1/rl/tables.py`. An entry says what its views need and which settings they read. The checks of combinations, the
 plan of a run and its scoring read only the entry, so a user's own entry is treated like the others.
 """
 

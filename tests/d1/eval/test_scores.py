@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from d1.eval import scores
 from d1.eval.files import read_problem, read_setups
-from d1.eval.scores import compare, score_published, score_setup
+from d1.eval.published_rules import score_published
+from d1.eval.scores import compare, score_setup
 from d1.eval.uncertainty import wilson_interval
 from tests.commands import ROOT
 

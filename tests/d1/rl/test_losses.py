@@ -9,7 +9,7 @@ from statistics import fmean, pstdev, stdev
 import pytest
 import torch
 
-from d1.rl import checks  # noqa: F401  (the parts of the methods' files join the tables)
+from d1.rl import tables  # noqa: F401  (the parts of the methods' files join the tables)
 from d1.rl.batch import RankView, filter_groups, prompt_filter, transform_advantages
 from d1.rl.losses import (
     ADVANTAGES,

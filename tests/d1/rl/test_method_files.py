@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from d1.rl.checks import TABLE_OF, TABLES, find_method
 from d1.rl.methods import METHODS, MODULES, SHOWN_PAIRS, Method, papers_of_parts
+from d1.rl.tables import TABLE_OF, TABLES, find_method
 from tests.d1.rl.test_checks import config, refusal
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from d1.masking import keyed_generator
 from d1.models import load_model
-from d1.rl.checks import ESTIMATORS
 from d1.rl.methods import METHODS
+from d1.rl.tables import ESTIMATORS
 from d1.sampling import SamplingSettings, rollout
 from d1.sampling.loop import eos_cut
 from d1.scoring import Randomness, SampledRows, Views, ViewSettings, score

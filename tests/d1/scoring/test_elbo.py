@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from d1.masking import keyed_generator
-from d1.rl.checks import ESTIMATORS
+from d1.rl.tables import ESTIMATORS
 from d1.scoring import Randomness, elbo
 from d1.scoring.elbo import elbo_views, espo_views
 from d1.scoring.inputs import canvas_blocks, rotation

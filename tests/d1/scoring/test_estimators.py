@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from d1.masking import keyed_generator
-from d1.rl.checks import ESTIMATORS
+from d1.rl.tables import ESTIMATORS
 from d1.scoring import Randomness, Views
 from tests.d1.scoring.enumeration import (
     LENGTHS,

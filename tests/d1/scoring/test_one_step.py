@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from d1.masking import draw_mask, keyed_generator
-from d1.rl.checks import ESTIMATORS
 from d1.rl.methods.coupled_grpo import SHARES, coupled_views
 from d1.rl.methods.unigrpo import random_mask_views
+from d1.rl.tables import ESTIMATORS
 from d1.scoring import Randomness
 from d1.scoring.one_step import one_step_views
 from tests.d1.scoring.enumeration import (

@@ -15,7 +15,7 @@ from d1.masking import keyed_generator
 from d1.models import prepare
 from d1.models.distribution import MODEL_DISTRIBUTION
 from d1.models.kinds import block_size
-from d1.rl.checks import ESTIMATORS
+from d1.rl.tables import ESTIMATORS
 from d1.sampling import SamplingSettings, eos_cut, rollout
 from d1.scoring import Randomness, SampledRows, Views
 from d1.scoring.inputs import canvas_blocks, strata

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from d1.masking import keyed_generator
-from d1.rl.checks import ESTIMATORS
 from d1.rl.losses import LossInputs
 from d1.rl.methods.spg import evidence_bounds, hidden_of_row, spg_views
+from d1.rl.tables import ESTIMATORS
 from d1.scoring import Randomness
 from tests.d1.scoring.enumeration import (
     CANVAS,
