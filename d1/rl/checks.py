@@ -1000,6 +1000,8 @@ def check_config(config: Any, prompt: int, args: Settings) -> int | None:
     refuse_scdd(sampling, "rl")
     if args.branches is not None:
         check_trees(sampling, config)
+    if args.hints != "none":
+        check_continuing(sampling, config, f"--hints {args.hints}")
     check_first_token(sampling, args)
     check_noise(config, args)
     if args.mask_id is not None and args.mask_id >= vocabulary(config):
@@ -1011,12 +1013,17 @@ def check_config(config: Any, prompt: int, args: Settings) -> int | None:
     return sampling.block_length if has_causal_context(config) else block_size(config)
 
 
-def check_trees(sampling: SamplingSettings, config: Any) -> None:
-    """Raises ValueError for a sampler or a model that has no trees of rollouts."""
+def check_continuing(sampling: SamplingSettings, config: Any, what: str) -> None:
+    """Raises ValueError if the sampler or the model cannot continue from canvases with tokens, which `what` needs."""
     try:
         check_start(sampling, config)
     except ValueError as error:
-        raise ValueError(f"--branches: {error}") from error
+        raise ValueError(f"{what}: {error}") from error
+
+
+def check_trees(sampling: SamplingSettings, config: Any) -> None:
+    """Raises ValueError for a sampler or a model that has no trees of rollouts."""
+    check_continuing(sampling, config, "--branches")
     if block_size(config) is not None:
         raise ValueError(
             f"--branches scores edges in the state of their parent, and this {config.model_type} sees finished blocks "

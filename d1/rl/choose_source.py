@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from d1 import extensions
+from d1.rl.checks import check_trees
 from d1.rl.sources import LocalRollouts, RolloutSource, require_continuing
 from d1.sampling import SamplingSettings
 
@@ -22,6 +23,8 @@ def rollout_source(
     if args.branches is not None:
         from d1.rl.tree import TreeRollouts
 
+        check_trees(settings, config)
+        require_continuing(source, settings, config, "--branches")
         source = TreeRollouts(source, args.branches)
     if args.hints != "none":
         from d1.rl.hinted import HintedRollouts
@@ -35,8 +38,6 @@ def sampling_source(args: DiffuGRPOConfig, rollout_func: Callable[..., Any] | No
     """Who samples: the trainer, servers, or a user's function."""
     if rollout_func is not None and args.merged_rollouts:
         raise ValueError("--merged_rollouts true: a rollout_func samples, not the trainer: leave it out")
-    if rollout_func is not None and args.branches is not None:
-        raise ValueError("--branches continues rollouts, and a rollout_func cannot: let the trainer sample")
     if rollout_func is not None:
         return extensions.UserRollouts(rollout_func, args, config)
     if args.rollout_mode == "server":

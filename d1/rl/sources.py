@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from accelerate.utils import gather_object
@@ -22,10 +22,10 @@ from d1 import extensions
 from d1.masking import keyed_generator
 from d1.models.merged import MergedCopy, copied_bytes, why_not_mergeable
 from d1.rl.batch import Batch, RankView, evaluating
+from d1.rl.checks import check_continuing
 from d1.sampling import Rollout, RolloutStart, SamplingSettings, rollout
 from d1.sampling.loop import Stops
 from d1.sampling.passes import KVCacheRows
-from d1.sampling.settings import check_start
 
 if TYPE_CHECKING:
     from d1.rl.config import DiffuGRPOConfig
@@ -52,26 +52,29 @@ class RolloutRequest(NamedTuple):
     start: RolloutStart | None = None
 
 
-class RolloutSource(Protocol):
-    """What a trainer asks of a source.
+class RolloutSource:
+    """What a trainer asks of a source. A subclass has `sample`, and overrides what else it needs.
 
     Attributes:
+        name: who samples, in messages.
         rollout_func: TRL's function, which also tokenises the prompts; None: the trainer tokenises.
         samples_here: each process samples its rows with its own part of the weights.
         can_continue: whether `sample` takes `RolloutRequest.start` (`require_continuing`).
-        name: who samples, in messages.
     """
 
     name: str
-    rollout_func: Callable[..., dict[str, Any]] | None
-    samples_here: bool
-    can_continue: bool
+    rollout_func: Callable[..., dict[str, Any]] | None = None
+    samples_here = False
+    can_continue = False
+    trainer: DiffuGRPOTrainer
 
     def connect(self, trainer: DiffuGRPOTrainer) -> None:
         """Called once, at the end of the trainer's constructor."""
+        self.trainer = trainer
 
     def sample(self, request: RolloutRequest) -> Rollout:
         """The rollout of this process's rows, without gradients or dropout. All processes call it together."""
+        raise NotImplementedError
 
     def verify(self, batch: Batch, sampled: Rollout, keys: Sequence[Sequence[int]]) -> None:
         """Raises ValueError if the rollout, with its prompts in `batch`, is not one of the policy."""
@@ -93,7 +96,7 @@ class RolloutSource(Protocol):
         """Reads what `save` wrote."""
 
 
-class LocalRollouts:
+class LocalRollouts(RolloutSource):
     """The source that samples with the trainer's own model, `rollout_batch_size` rows at a time.
 
     Attributes:
@@ -101,15 +104,14 @@ class LocalRollouts:
     """
 
     name = "the trainer"
-    rollout_func: Callable[..., dict[str, Any]] | None = None
     samples_here = True
     can_continue = True
-    trainer: DiffuGRPOTrainer
     merges = False
     merged: MergedCopy | None = None
 
     def connect(self, trainer: DiffuGRPOTrainer) -> None:
-        self.trainer, self.merges = trainer, merges_rollouts(trainer)
+        super().connect(trainer)
+        self.merges = merges_rollouts(trainer)
 
     @contextmanager
     def model(self) -> Iterator[Any]:
@@ -153,29 +155,9 @@ class LocalRollouts:
                 parts.append(sampled)
             return Rollout.concatenate(parts)
 
-    def verify(self, batch: Batch, sampled: Rollout, keys: Sequence[Sequence[int]]) -> None:
-        """The model's own rollouts need no check."""
 
-    def before_views(self, batch: Batch, ranks: RankView) -> None:
-        """The batch stays as it is."""
-
-    def after_scoring(self, batch: Batch, ranks: RankView) -> None:
-        """The batch stays as it is."""
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-    def save(self, folder: Path) -> None:
-        """The model samples again from the weights of the checkpoint."""
-
-    def load(self, folder: Path) -> None:
-        """As `save`."""
-
-
-class SourceWrapper:
+class SourceWrapper(RolloutSource):
     """A source that samples by another one, `source`. A subclass overrides what is different."""
-
-    trainer: DiffuGRPOTrainer
 
     def __init__(self, source: RolloutSource) -> None:
         self.source = source
@@ -183,7 +165,7 @@ class SourceWrapper:
         self.samples_here, self.can_continue = source.samples_here, source.can_continue
 
     def connect(self, trainer: DiffuGRPOTrainer) -> None:
-        self.trainer = trainer
+        super().connect(trainer)
         self.source.connect(trainer)
 
     def sample(self, request: RolloutRequest) -> Rollout:
@@ -216,10 +198,7 @@ def require_continuing(source: RolloutSource, settings: SamplingSettings, config
     of their source, the sampler's settings, or the model with this config. For the set-up of a run."""
     if not source.can_continue:
         raise ValueError(f"{what} continues rollouts, and {source.name} cannot: let the trainer sample")
-    try:
-        check_start(settings, config)
-    except ValueError as error:
-        raise ValueError(f"{what}: {error}") from error
+    check_continuing(settings, config, what)
 
 
 def merges_rollouts(trainer: DiffuGRPOTrainer) -> bool:

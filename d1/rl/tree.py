@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,13 +26,8 @@ from torch import Tensor
 from d1.rl.batch import Batch, RankView, pad_to_width
 from d1.rl.branches import first_level, leaves_below, level_steps
 from d1.rl.bridge import REWARD
-from d1.rl.checks import check_trees
-from d1.rl.sources import RolloutRequest, RolloutSource, SourceWrapper, require_continuing
+from d1.rl.sources import RolloutRequest, RolloutSource, SourceWrapper
 from d1.sampling import Rollout, RolloutStart
-
-if TYPE_CHECKING:
-    from d1.rl.trainer import DiffuGRPOTrainer
-
 
 # --- Values and advantages --------------------------------------------------------------------------------------------
 
@@ -122,12 +117,6 @@ class TreeRollouts(SourceWrapper):
         super().__init__(source)
         self.name, self.can_continue = "a tree of rollouts", False
         self.branches = [*branches]
-
-    def connect(self, trainer: DiffuGRPOTrainer) -> None:
-        """ValueError if the source, the sampler or the model cannot continue rollouts."""
-        check_trees(trainer.sampling, trainer.model.config)
-        require_continuing(self.source, trainer.sampling, trainer.model.config, "--branches")
-        super().connect(trainer)
 
     def sample(self, request: RolloutRequest) -> Rollout:
         if self.trainer.mode == "eval":

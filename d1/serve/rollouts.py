@@ -26,9 +26,9 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from d1.models.adapters import base_digest
 from d1.models.kinds import block_size, vocabulary
-from d1.rl.batch import Batch, RankView
+from d1.rl.batch import Batch
 from d1.rl.config import DiffuGRPOConfig
-from d1.rl.sources import RolloutRequest
+from d1.rl.sources import RolloutRequest, RolloutSource
 from d1.runs.cli import from_all, from_rank_0, raise_together
 from d1.sampling import Rollout
 from d1.serve.client import CONNECT, Prompts, RolloutServer, Unavailable, Weights
@@ -318,17 +318,14 @@ def watch(queue: SimpleQueue[Part | None], server_parts: dict[RolloutServer, Par
                     queue.put(part)
 
 
-class ServerRollouts:
-    """The rollout source of `rollout_mode server`."""
+class ServerRollouts(RolloutSource):
+    """The rollout source of `rollout_mode server`. A checkpoint keeps nothing of it: a resumed run publishes its
+    weights again."""
 
     name = "rollout_mode server"
-    rollout_func: Callable[..., dict[str, Any]] | None = None
-    samples_here = False
-    can_continue = False
-    trainer: DiffuGRPOTrainer
 
     def connect(self, trainer: DiffuGRPOTrainer) -> None:
-        self.trainer = trainer
+        super().connect(trainer)
         self.rescoring = Rescoring(trainer)
         self.servers = PolicyServers(trainer.args, trainer.accelerator, trainer.mask_token_id)
 
@@ -357,12 +354,6 @@ class ServerRollouts:
             mask_token_id=trainer.mask_token_id,
         )
 
-    def before_views(self, batch: Batch, ranks: RankView) -> None:
-        """The batch stays as it is."""
-
-    def after_scoring(self, batch: Batch, ranks: RankView) -> None:
-        """The batch stays as it is."""
-
     def verify(self, batch: Batch, sampled: Rollout, keys: Sequence[Sequence[int]]) -> None:
         """Scores a row of the rollout again. All processes call it together."""
         sources = cast("ServedRollout", sampled).sources
@@ -383,9 +374,3 @@ class ServerRollouts:
 
     def close(self) -> None:
         self.servers.close()
-
-    def save(self, folder: Path) -> None:
-        """Nothing is kept in a checkpoint: a resumed run publishes its weights again."""
-
-    def load(self, folder: Path) -> None:
-        """As `save`."""
