@@ -87,7 +87,7 @@ def is_even(completions, **columns):
     return [float(len(completion[0]["content"]) % 2 == 0) for completion in completions]
 
 
-is_even.only_watched = True
+is_even.is_accuracy = True
 
 
 def repeats_letter(completions, letter, **columns):
@@ -96,7 +96,7 @@ def repeats_letter(completions, letter, **columns):
     return [float(text.count(wanted) >= 3) for text, wanted in zip(texts, letter, strict=True)]
 
 
-repeats_letter.only_watched = True
+repeats_letter.is_accuracy = True
 
 # Hints of a method on canvases of 8 tokens
 HINTS["small_chunks"] = Hint(functools.partial(draw_chunks, tail=0, chunk=(2, 3)))

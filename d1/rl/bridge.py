@@ -206,7 +206,7 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
         local_rewards = all_rewards[self.accelerator.process_index * len(inputs) :][: len(inputs)]
         total = weighted_sum(local_rewards, self.reward_weights.cpu())
         self.row_rewards = {REWARD: total.to(rewards.device, non_blocking=True)}
-        if getattr(self.reward_funcs[-1], "only_watched", False):
+        if getattr(self.reward_funcs[-1], "is_accuracy", False):
             self.row_rewards[ACCURACY] = local_rewards[:, -1].to(rewards.device, non_blocking=True)
         self.log_metric("seconds/reward", time.perf_counter() - started)
         return rewards
@@ -214,7 +214,7 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
     def mask_accuracy(self, rewards: Tensor) -> None:
         """Sets an accuracy that is only logged to NaN in the rows of `rewards` (rows, functions) to which no reward
         applies: TRL leaves out a row if all of its rewards are NaN, and the accuracy never is."""
-        is_logged_only = getattr(self.reward_funcs[-1], "only_watched", False) and self.reward_weights[-1] == 0
+        is_logged_only = getattr(self.reward_funcs[-1], "is_accuracy", False) and self.reward_weights[-1] == 0
         if is_logged_only and rewards.shape[1] > 1:
             rewards[:, -1].masked_fill_(rewards[:, :-1].isnan().all(dim=1), torch.nan)
 
@@ -225,10 +225,6 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
             fields = {name: values[number] for name, values in self.rollout_fields.items()}
             extended.append({**row, **fields})
         return extended
-
-    def rewards_of(self, completion_ids: list[list[int]]) -> Tensor:
-        """(rows,) `weighted_sum` of the rewards of other completions of the current rollout's rows."""
-        return self.rewards_and_accuracy(completion_ids)[0]
 
     def rewards_and_accuracy(self, completion_ids: list[list[int]]) -> tuple[Tensor, Tensor]:
         """(rows,) each, of other completions of the current rollout's rows: `weighted_sum` of the rewards, and the last

@@ -1169,7 +1169,7 @@ def check_trainer(
             "sampling/logp_difference_abs and sampling/ratio_max log the difference.",
             " and ".join(unscored),
         )
-    if not getattr(rewards[-1], "only_watched", False):
+    if not getattr(rewards[-1], "is_accuracy", False):
         reason = "to know which completions are right: the last reward must be `accuracy_of`"
         if args.right_share:
             raise ValueError(f"right_share needs {reason}")

@@ -1,4 +1,4 @@
-"""Choose a run's source of rollouts: the one that samples, and its wrappers for trees and hints."""
+"""Choose a run's source of rollouts: the one that samples, and its wrappers for trees, hints and state rewards."""
 
 from __future__ import annotations
 
@@ -31,6 +31,10 @@ def rollout_source(
 
         require_continuing(source, settings, config, f"--hints {args.hints}")
         source = HintedRollouts(source, args.hints, args.hint_rows)
+    if args.state_reward:
+        from d1.rl.state_rewards import StateRewards
+
+        source = StateRewards(source, args.state_reward)
     return source
 
 

@@ -115,7 +115,7 @@ def guard_reward(function: Reward, task: str, folder: Path) -> Reward:
     def counted(values: Any, kwargs: dict[str, Any]) -> list[float | None]:
         rewards = parse_rewards(values, len(kwargs["completions"]))
         log_metric = kwargs.get("log_metric")
-        if log_metric and not getattr(function, "only_watched", False):
+        if log_metric and not getattr(function, "is_accuracy", False):
             log_metric(f"rewards/{name}/none_share", rewards.count(None) / max(len(rewards), 1))
         return rewards
 
@@ -151,13 +151,14 @@ def describe_failure(function: Reward, error: Exception) -> str:
 
 
 def accuracy_of(task: ModuleType) -> Reward:
-    """The task's strict metric as a reward function, which gets weight 0: it is logged, but not trained on."""
+    """The task's strict metric as a reward function, the last one of a run (`is_accuracy`): of weight 0, so that it is
+    logged but not trained on, or of weight 1 with `--accuracy_reward`."""
 
     def accuracy(completions: list, question: list, ground_truth: list, **columns: Any) -> list[float]:
         rows = [{"question": q, "ground_truth": truth} for q, truth in zip(question, ground_truth, strict=True)]
         return [next(iter(task.score(text_of(c), row).values())) for c, row in zip(completions, rows, strict=True)]
 
-    accuracy.only_watched = True  # type: ignore[attr-defined]  # `functools.wraps` copies this
+    accuracy.is_accuracy = True  # type: ignore[attr-defined]  # `functools.wraps` copies this
     return accuracy
 
 

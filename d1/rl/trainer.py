@@ -22,7 +22,6 @@ from statistics import fmean
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import TrainerCallback
@@ -75,13 +74,11 @@ from d1.rl.rewards import SPEED, guard_reward
 from d1.rl.sources import RolloutRequest
 from d1.runs.checkpoints import reading_checkpoint
 from d1.runs.trainer import check_arguments, loaded_model, tokenizer_of
-from d1.sampling import Rollout, RolloutStart, SamplingSettings
+from d1.sampling import Rollout, RolloutStart
 from d1.sampling.graphs import set_compile
 from d1.sampling.loop import Stops
 from d1.sampling.passes import KVCacheRows
-from d1.sampling.predict import predict
 from d1.scoring import ESTIMATORS, Randomness, SampledRows, Scores, Views
-from d1.scoring.forward import hidden_states, tokens_of_pass
 from d1.scoring.inputs import CanvasBlocks
 
 logger = logging.getLogger(__name__)
@@ -374,10 +371,11 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         self.complete_rows(batch)
         ranks = self.rank_view(batch)
         self.draw_views(batch, ranks)
-        if self.args.state_reward:
-            batch["view_advantages"] = self.state_advantages(batch, ranks)
         if self.mode == "train" and self.mini_batches > 1:
-            batch["mini_batch"] = self.draw_mini_batches(ranks, len(batch["advantages"]))
+            rows = len(batch["advantages"])
+            generator = self.shared_generator("mini_batches", rows)
+            numbers = draw_mini_batches(self.accelerator.num_processes * rows, self.mini_batches, generator)
+            batch["mini_batch"] = ranks.local_slice(numbers, rows).to(self.accelerator.device)
         self.score_rollout(batch)
         self.source.after_scoring(batch, ranks)
         self.evaluation_rollouts += self.mode == "eval"
@@ -496,51 +494,6 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
             generators = self.generators("views", rows)
             shared = self.shared_generator("views", rows)
         return Randomness(generators=generators, shared=shared, first_row=ranks.rank_offset, total_rows=total_rows)
-
-    def draw_mini_batches(self, ranks: RankView, rows: int) -> Tensor:
-        """(rows,) the number of the mini-batch to which each row of this process belongs."""
-        total_rows = self.accelerator.num_processes * rows
-        generator = self.shared_generator("mini_batches", rows)
-        chosen = draw_mini_batches(total_rows, self.mini_batches, generator)
-        return ranks.local_slice(chosen, rows).to(self.accelerator.device)
-
-    def state_advantages(self, batch: Batch, ranks: RankView) -> Tensor:
-        """(rows, views) advantages of the states of all updates' views, 0 where a view scores nothing.
-
-        A view's share of the reward is [r + lam (r - r_v)] / (1 + lam), with lam = `state_reward`. Here r is the
-        completion's reward, and r_v the reward of the completion in which each token hidden by the view is the most
-        likely one. The advantage is this share minus its mean over the prompt's completions in the view with the same
-        number (EGSPO-SA, arXiv 2603.12554). If no reward applies to the completion or to the one of its state, the
-        advantage is 0, and the means leave it out. For a block-causal model, the state of a block contains the earlier
-        blocks in their final form.
-        """
-        lam = self.args.state_reward
-        scoring = batch["view_weights"].ne(0).any(-1).any(1)  # (rows, views)
-
-        # Processes may have drawn different numbers of views, and their rewards are gathered: a process that has fewer
-        # computes its last view again.
-        local_views = scoring.shape[1]
-        views = int(self.accelerator.gather(torch.tensor([local_views], device=scoring.device)).max())
-        scoring = F.pad(scoring, (0, views - local_views))
-
-        # The reward of each view's state: that of the completion which one pass makes of it.
-        rewards = []
-        with self.sampling_model() as model, evaluating(model), self.accelerator.autocast():
-            for view in range(views):
-                local_view = min(view, local_views - 1)
-                ids, tokens = finished_in_one_pass(model, batch, local_view, self.mask_token_id, self.blocks)
-                self.computed_tokens = self.computed_tokens + tokens
-                rewards.append(self.rewards_of(completion_ids_of(ids, self.eos_token_ids)))
-        state_rewards = torch.stack(rewards, dim=1).to(scoring.device)
-
-        # Each view's share, (rows, views).
-        reward = batch[REWARD].unsqueeze(1)
-        mixed = (reward + lam * (reward - state_rewards)) / (1 + lam)
-
-        # Minus the mean over the prompt's completions, (prompts, group, views).
-        groups = ranks.all_gather(mixed.masked_fill(~scoring, torch.nan)).unflatten(0, (-1, self.group))
-        centred = (groups - groups.nanmean(1, keepdim=True)).flatten(0, 1)
-        return ranks.local_slice(centred, len(reward))[:, :local_views].nan_to_num(0.0)
 
     # --- Score --------------------------------------------------------------------------------------------------------
 
@@ -796,48 +749,6 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
 
     def reference_weights(self) -> Iterator[tuple[str, Tensor]]:
         return self.accelerator.unwrap_model(self.ref_model).named_parameters()
-
-
-@torch.no_grad()
-def finished_in_one_pass(
-    model: Any, batch: Batch, view: int, mask_token_id: int, blocks: CanvasBlocks | None = None
-) -> tuple[Tensor, Tensor]:
-    """The canvas (rows, canvas) with the most likely token wherever a view hides one, and the number of tokens
-    processed."""
-    prompt_ids, canvas_ids = batch["prompt_ids"], batch["canvas_ids"]
-    rows, gen_length = canvas_ids.shape
-    visible = F.pad(batch["prompt_mask"], (0, gen_length), value=1)
-
-    # What the view hides and shows. (rows, updates, views, tokens): with `state_reward`, all updates hide the same
-    # tokens (`about_updates`).
-    hidden = batch["view_noise"][:, 0, view] & visible.bool()
-    shown_canvas = canvas_ids
-    if "view_shown" in batch:
-        shown_canvas = batch["view_shown"][:, 0, view]
-    states = hidden_states(
-        model,
-        torch.cat([prompt_ids, canvas_ids], dim=1),
-        hidden,
-        visible,
-        gen_length=gen_length,
-        mask_token_id=mask_token_id,
-        shown=torch.cat([prompt_ids, shown_canvas], dim=1),
-        blocks=blocks,
-    )
-
-    # The most likely token of every position; only those of hidden positions are used.
-    greedy = SamplingSettings(gen_length=gen_length, block_length=gen_length, steps=gen_length)
-    ids, *_ = predict(
-        model,
-        states[None, :, -gen_length:],
-        [gen_length] * rows,
-        greedy,
-        mask_token_id=mask_token_id,
-        generator=None,
-        noise_dtype=torch.float32,
-    )
-    finished = torch.where(hidden[:, -gen_length:], ids, shown_canvas)
-    return finished, tokens_of_pass(model, visible, gen_length)
 
 
 # --- Checkpoint state, before there is a trainer ----------------------------------------------------------------------

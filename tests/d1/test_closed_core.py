@@ -100,6 +100,7 @@ print("\\n" + json.dumps({"called": sorted(called), "modules": modules}))
 # Files of the core for what a model or a setting asks for: their functions run for these alone.
 LEAVES = (
     "d1.rl.hinted",
+    "d1.rl.state_rewards",
     "d1.rl.tree",
     "d1.sampling.causal",
     "d1.sampling.edits",
@@ -108,6 +109,10 @@ LEAVES = (
     "d1.scoring.accepted",
     "d1.scoring.causal",
     "d1.scoring.uniform",
+    "d1.sft.causal_context",
+    "d1.sft.diffusion_gemma",
+    "d1.sft.editing",
+    "d1.sft.scdd",
 )
 POCKET = str(ROOT / "pocket" / "base")
 CANVAS = ["--block_length", "8", "--diffusion_steps", "16"]

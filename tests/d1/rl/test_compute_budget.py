@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from d1.rl.batch import loss_inputs
+from d1.rl.state_rewards import StateRewards
 from d1.rl.trainer import DiffuGRPOTrainer, StopAtCompute, budget_exhausted, saved_at
 from tests.tiny_grpo import clockless, logged, make_method, make_trainer, method_settings, weights
 
@@ -50,26 +51,30 @@ def test_compute_is_one_per_token_of_a_forward_pass_and_two_for_its_backward_pas
 
 
 @pytest.mark.parametrize("folder", ["tiny_model_dir", "tiny_block_dir"])
-def test_a_canvas_that_is_finished_in_one_pass_costs_all_tokens_that_the_model_reads(request, tmp_path, folder):
+def test_a_canvas_that_is_finished_in_one_pass_costs_all_tokens_that_the_model_reads(
+    request, tmp_path, folder, monkeypatch
+):
     """`--state_reward`: a model with blocks reads a second stream, the blocks of the canvas once more."""
     read = []
+    view_advantages = StateRewards.view_advantages
 
-    class Watched(DiffuGRPOTrainer):
-        def state_advantages(self, batch, ranks):
-            def note(module, args, kwargs, output):
-                ids = kwargs.get("input_ids", args[0] if args else None)
-                read.append(ids.numel() if ids is not None else kwargs["inputs_embeds"].shape[:2].numel())
+    def watched(source, batch, ranks):
+        def note(module, args, kwargs, output):
+            ids = kwargs.get("input_ids", args[0] if args else None)
+            read.append(ids.numel() if ids is not None else kwargs["inputs_embeds"].shape[:2].numel())
 
-            padding = int(batch["prompt_mask"].eq(0).sum())
-            assert not padding
-            before = int(self.computed_tokens)
-            with self.model.base_model.register_forward_hook(note, with_kwargs=True):
-                advantages = super().state_advantages(batch, ranks)
-            assert int(self.computed_tokens) - before == sum(read) > 0
-            return advantages
+        padding = int(batch["prompt_mask"].eq(0).sum())
+        assert not padding
+        trainer = source.trainer
+        before = int(trainer.computed_tokens)
+        with trainer.model.base_model.register_forward_hook(note, with_kwargs=True):
+            advantages = view_advantages(source, batch, ranks)
+        assert int(trainer.computed_tokens) - before == sum(read) > 0
+        return advantages
 
+    monkeypatch.setattr(StateRewards, "view_advantages", watched)
     options = {"max_steps": 1, "num_generations": 4, "per_device_train_batch_size": 4}
-    make_method(request.getfixturevalue(folder), tmp_path, "egspo-sa", Watched, ends=(), **options).train()
+    make_method(request.getfixturevalue(folder), tmp_path, "egspo-sa", ends=(), **options).train()
     assert read
 
 

@@ -182,7 +182,7 @@ def hinted(tiny_model_dir, tmp_path_factory):
         is_right = repeats_letter(completions, letter)
         return [1.0 if wanted == solved else right for wanted, right in zip(letter, is_right, strict=True)]
 
-    accuracy.only_watched = True
+    accuracy.is_accuracy = True
     order = Recorder.rows_of
     trainer = make_method(
         tiny_model_dir,
@@ -297,7 +297,7 @@ def test_without_wrong_groups_a_run_is_the_same_with_hints(tiny_model_dir, tmp_p
     def always(completions, **columns):
         return [1.0] * len(completions)
 
-    always.only_watched = True
+    always.is_accuracy = True
     found = []
     for hints in ("small_chunks", "none"):
         trainer = make_method(

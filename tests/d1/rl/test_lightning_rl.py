@@ -39,7 +39,7 @@ def of_table(values, watched=False):
         return values[: len(completions)]
 
     if watched:
-        reward.only_watched = True
+        reward.is_accuracy = True
     return reward
 
 

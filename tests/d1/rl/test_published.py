@@ -33,7 +33,7 @@ def has_even_letters(completions, **columns):
     return [float(sum(map(ord, completion[0]["content"])) % 2 == 0) for completion in completions]
 
 
-has_even_letters.only_watched = True
+has_even_letters.is_accuracy = True
 
 
 class Recorder(DiffuGRPOTrainer):

@@ -69,7 +69,7 @@ def of_even_letters(completions, letter, **columns):
     return [float(ord(one) % 2 == 0) for one in letter]
 
 
-of_even_letters.only_watched = True
+of_even_letters.is_accuracy = True
 
 
 def test_rows_that_are_out_of_the_loss_stay_out_when_the_canvas_is_scored(tiny_model_dir, tmp_path):
@@ -145,7 +145,7 @@ def test_a_share_of_the_prompts_is_chosen_among_those_that_are_not_dropped(tiny_
         def reward(completions, **columns):
             return [1.0, 2.0, 3.0, 4.0] * 4
 
-        accuracy.only_watched = True
+        accuracy.is_accuracy = True
         options = {"right_share": [0.2, 0.8], "prompt_share": 0.5, "max_steps": 1, "per_device_train_batch_size": 16}
         options |= {"reward": [reward, accuracy], "num_generations": 4, "seed": easy, "num_iterations": 1}
         trainer, _ = sampled_batch(tiny_model_dir, tmp_path / str(easy), "rldf", cls=Kept, **options)
