@@ -1059,7 +1059,7 @@ def check_datasets(train_dataset: Any, eval_dataset: Any) -> None:
             raise ValueError(f"{name} has the columns {', '.join(rows.column_names)}: name the one with prompts prompt")
 
 
-def check_traces(train_dataset: Any, args: Settings) -> None:
+def check_trace_column(train_dataset: Any, args: Settings) -> None:
     """Raises ValueError if a run takes hints from a column that the training rows do not have."""
     if args.hints != "none" and train_dataset is not None and TRACE not in train_dataset.column_names:
         raise ValueError(

@@ -125,7 +125,7 @@ def prepare(
     if args.mask_id is not None:
         check_mask_token(tokenizer, str(tokenizer.convert_ids_to_tokens(args.mask_id)))
     if args.hints != "none":
-        check_traces(train_rows, tokenizer)
+        check_trace_texts(train_rows, tokenizer)
     tools = extensions.RunTools(args, tokenizer, config) if args.tools else Tools(args)
     datasets = [rows for rows in (train_rows, eval_rows) if rows is not None]
     longest = max(longest_prompt(rows, tokenizer, args, tools) for rows in datasets)
@@ -224,7 +224,7 @@ def with_traces(task: ModuleType, rows: Dataset, args: DiffuGRPOConfig) -> Datas
     return rows.add_column(TRACE, [task.demonstrate(row) for row in rows])
 
 
-def check_traces(rows: Dataset, tokenizer: PreTrainedTokenizerBase) -> None:
+def check_trace_texts(rows: Dataset, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raises ValueError for a worked solution that the tokenizer cannot read."""
     for number, trace in enumerate(rows[TRACE][:]):
         try:

@@ -66,7 +66,7 @@ from d1.rl.batch import (
     views_of,
 )
 from d1.rl.bridge import REWARD, CanvasGRPOTrainer, reference_from, rollout_buffer
-from d1.rl.checks import check_datasets, check_noise, check_single_turn, check_traces, check_trainer
+from d1.rl.checks import check_datasets, check_noise, check_single_turn, check_trace_column, check_trainer
 from d1.rl.choose_source import rollout_source
 from d1.rl.config import DiffuGRPOConfig
 from d1.rl.losses import ADVANTAGES, OBJECTIVES, PENALTIES, TRLS_OVER_ROWS, sequence_log_ratios
@@ -133,7 +133,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         if args is None:
             args = DiffuGRPOConfig()
         check_datasets(train_dataset, kwargs.get("eval_dataset"))
-        check_traces(train_dataset, args)
+        check_trace_column(train_dataset, args)
 
         # The tokenizer, the model and its mask token; a model with uniform noise has none.
         processing_class = tokenizer_of(processing_class, model, plain_chat_template=args.plain_chat_template)

@@ -23,7 +23,8 @@ from d1.masking import keyed_generator
 from d1.models import messages, tokenizer
 from d1.rows import lines_of
 from d1.runs.cli import ListedError
-from d1.tasks.data import FILES, read_file
+from d1.tasks import DATA_FILES
+from d1.tasks.data import read_file
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ def load_rows(train_data: str, known: Iterable[str] = ()) -> Dataset:
     """
     path = Path(train_data)
     hub_problem = ""
-    if path.is_file() or path.suffix in FILES:
+    if path.is_file() or path.suffix in DATA_FILES:
         return read_file(train_data, (), keep_in_memory=False)  # any columns
     if not path.is_dir():
         if is_path(train_data):

@@ -12,7 +12,7 @@ from datasets import Dataset, Features, Json, List, Value, load_dataset
 
 from d1.hub import closest, no_hub, use_cache
 from d1.rows import NoRowsError, lines_of, read_rows
-from d1.tasks import SPLITS
+from d1.tasks import DATA_FILES, SPLITS
 
 HubName = tuple[str, str | None]  # of a dataset on the hub, with its config
 # The types of a ground truth
@@ -23,7 +23,6 @@ JSON = Json()
 DATASET_DIR = Path(__file__).resolve().parents[2] / "dataset"  # the problem sets that come with a checkout
 HELD_OUT = 500
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")  # OWNER/NAME
-FILES = (".json", ".jsonl", ".csv", ".parquet")
 
 
 def check_split(split: str) -> None:
@@ -55,8 +54,8 @@ def read_file(path: str, *schemas: Iterable[str], keep_in_memory: bool = True) -
     file = Path(path)
     if not file.is_file():
         raise FileNotFoundError(f"no data file {path}{closest(path)}")
-    if file.suffix not in FILES:
-        raise ValueError(f"cannot read {path}: not a {', '.join(FILES[:-1])} or {FILES[-1]} file")
+    if file.suffix not in DATA_FILES:
+        raise ValueError(f"cannot read {path}: not a {', '.join(DATA_FILES[:-1])} or {DATA_FILES[-1]} file")
     try:
         with open(file, "rb") as content:  # `datasets` caches by path and time, which a changed file may share
             fingerprint = hashlib.file_digest(content, "sha256").hexdigest()[:16]
@@ -106,7 +105,7 @@ def read_problems(
     check_split(split)
     if data_file:
         path = Path(data_file)
-        if HUB_NAME.fullmatch(data_file) and path.suffix not in FILES and not path.is_file():
+        if HUB_NAME.fullmatch(data_file) and path.suffix not in DATA_FILES and not path.is_file():
             return data_file, read_hub(data_file, None, split, *schemas)
         return data_file, read_file(data_file, *schemas)
     # Validation rows are held out of the training split, as in d1.

@@ -17,7 +17,7 @@ from d1.rl.hints import HINTS, TRACE, Hint
 from d1.rl.losses import OBJECTIVES, PENALTIES, LossInputs
 from d1.rl.methods.igpo import draw_chunks, kept_tokens, place_chunks
 from d1.rl.rewards import SPEED
-from d1.rl.stage import WatchGroups, check_traces, never_differed
+from d1.rl.stage import WatchGroups, check_trace_texts, never_differed
 from d1.rl.trainer import DiffuGRPOTrainer
 from tests.commands import ROOT
 from tests.losses import settings, trl_loss, trl_trainer
@@ -326,7 +326,7 @@ def test_a_solution_that_the_model_cannot_read_is_named():
     rows = Dataset.from_dict({TRACE: ["a1 b1", "a1 €"]})
     tokenizer = load_tokenizer(ROOT / "pocket/base")  # without a token for unknown characters
     with pytest.raises(ValueError, match=r"row 1, column 'trace': .*pocket/base.* no token for '€'"):
-        check_traces(rows, tokenizer)
+        check_trace_texts(rows, tokenizer)
 
 
 def test_a_trainer_without_traces_or_an_accuracy_is_refused(tiny_model_dir, tmp_path):
