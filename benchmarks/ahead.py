@@ -12,7 +12,6 @@ import argparse
 import contextlib
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -22,7 +21,7 @@ from pathlib import Path
 import numpy as np
 from scipy import stats
 
-from benchmarks.machine import describe
+from benchmarks.machine import address_of, describe
 from d1.ranges import COUNT
 from d1.runs.cli import OneLineParser, run_script
 
@@ -50,13 +49,7 @@ def serving(folder: Path, core: int) -> Iterator[str]:
     words += ["--weights_dir", str(folder)]
     process = subprocess.Popen(pinned(words, core), cwd=ROOT, stderr=subprocess.PIPE, text=True)
     try:
-        assert process.stderr is not None
-        for line in process.stderr:
-            match = re.match(r"Serving .* on (http://\S+)$", line)
-            if match:
-                yield match[1]
-                return
-        raise OSError("the server ended before it listened")
+        yield address_of(process)
     finally:
         process.kill()
         process.wait()
@@ -68,7 +61,11 @@ def pinned(words: Sequence[str], core: int) -> list[str]:
 
 
 def training_seconds(folder: Path, url: str, steps: int, staleness: int, core: int) -> float:
-    """The seconds of training of one run, without its start."""
+    """The seconds of training of one run, without its start.
+
+    Raises:
+        OSError: the run failed; the message has the end of what it wrote.
+    """
     words = [
         sys.executable,
         "-m",
@@ -81,7 +78,9 @@ def training_seconds(folder: Path, url: str, steps: int, staleness: int, core: i
         url,
     ]
     words += ["--max_steps", str(steps), "--rollout_staleness", str(staleness), "--output_dir", str(folder)]
-    subprocess.run(pinned(words, core), cwd=ROOT, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    done = subprocess.run(pinned(words, core), cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        raise OSError(f"a run failed: {done.stderr[-2000:].strip()}")
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return float(next(line["train_runtime"] for line in lines if "train_runtime" in line))
 

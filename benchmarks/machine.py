@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import statistics
+import subprocess
+import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -79,6 +82,24 @@ def peak_bytes(run: Callable[[], Any]) -> int:
         held += change
         peak = max(peak, held)
     return peak
+
+
+def address_of(server: subprocess.Popen[str]) -> str:
+    """The address of a `d1 serve`, when it listens. What it writes to its stderr after that is read and dropped, so
+    that a full pipe cannot stop it.
+
+    Raises:
+        OSError: the server ended before it listened; the message has what it wrote.
+    """
+    assert server.stderr is not None
+    written = []
+    for line in server.stderr:
+        match = re.match(r"Serving .* on (http://\S+)$", line)
+        if match:
+            threading.Thread(target=server.stderr.read, daemon=True).start()
+            return match[1]
+        written.append(line)
+    raise OSError(f"the server ended before it listened: {''.join(written)[-2000:].strip()}")
 
 
 def as_markdown(rows: Mapping[str, Mapping[str, float]]) -> str:

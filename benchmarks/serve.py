@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
-import re
 import subprocess
 import sys
 import threading
@@ -19,9 +18,11 @@ import time
 from itertools import count
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 
+from benchmarks.machine import address_of
 from d1.masking import keyed_generator
 from d1.models import load_model, load_tokenizer
 from d1.models.tokenizer import end_ids
@@ -54,13 +55,11 @@ def ask_for_a_while(args: argparse.Namespace, params: dict[str, Any], vocabulary
     """The answers of a new server by number, and the seconds that they took together."""
     words = [sys.executable, "-m", "d1", "serve", args.model_path, "--port", "0", "--batch_size", str(args.batch_size)]
     process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
-    # The server writes its address when it listens; the port is any that was free.
-    found = next(filter(None, (re.match(r"Serving .*:(\d+)$", line) for line in process.stderr)))
+    port = urlsplit(address_of(process)).port
     numbers, answers, began = count(), dict[int, Any](), time.perf_counter()
 
     def ask() -> None:
-        connection = http.client.HTTPConnection("127.0.0.1", int(found[1]))
+        connection = http.client.HTTPConnection("127.0.0.1", port)
         while time.perf_counter() - began < args.seconds:
             number = next(numbers)
             body = {"input_ids": prompt_of(number, vocabulary), "rid": f"0-{number}", "sampling_params": params}

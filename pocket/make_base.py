@@ -221,18 +221,21 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--block_size", type=COUNT, help="make a block-causal model with blocks of this many tokens")
     parser.add_argument("--causal_context", action="store_true", help="with blocks, read clean text from left to right")
     parser.add_argument("--hidden_size", type=COUNT, help="width, a multiple of 8; default: the recipe's")
-    parser.add_argument("--output_dir", type=Path, help="default: the task's folder in pocket/")
+    parser.add_argument("--output_dir", type=Path, help="default: the task's folder in pocket/, for a model as there")
     return parser
 
 
 def main(args: argparse.Namespace) -> None:
     if args.causal_context and args.block_size is None:
         raise ValueError("--causal_context needs --block_size")
+    folder = ROOT / "pocket" / RECIPES[args.task].base
+    if args.output_dir is None and (args.block_size or args.hidden_size):
+        raise ValueError(f"a model with --block_size or --hidden_size would replace {folder}: give --output_dir")
     torch.set_num_threads(1)  # more than 2 threads slow so small a model down
     recipe = widened(RECIPES[args.task], args.hidden_size)
     draw = recipe.traces.problems(ROOT / "dataset" / recipe.training_file)
     for part in pretrain(recipe, draw, recipe.steps, args.seed, args.block_size, args.causal_context):
-        part.save_pretrained(args.output_dir or ROOT / "pocket" / recipe.base)
+        part.save_pretrained(args.output_dir or folder)
 
 
 if __name__ == "__main__":

@@ -131,26 +131,42 @@ def runs(stage: str) -> list[Run]:
 def make_parser() -> argparse.ArgumentParser:
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("stages", nargs="+", choices=[*STAGES])
-    parser.add_argument("--quick", action="store_true", help="one seed, three steps and 32 problems; leaves no data")
+    parser.add_argument("--quick", action="store_true", help="one seed, three steps and 32 problems, in --output_dir")
     parser.add_argument("--seeds", nargs="+", type=int, help="only these, in this order")
     parser.add_argument("--arms", nargs="+", choices=[*ARMS, *THIRD, START], help="only these")
     parser.add_argument("--output_dir", default="runs/collapse", help="of the models (default: %(default)s)")
     return parser
 
 
+def chosen_runs(stage: str, args: argparse.Namespace) -> list[Run]:
+    """The runs of a stage that the flags choose.
+
+    Raises:
+        ValueError: the stage has no such seed, or none of the arms.
+    """
+    seeds = [*STAGES[stage].seeds] if args.seeds is None else args.seeds
+    unknown = [seed for seed in seeds if seed not in STAGES[stage].seeds]
+    if unknown:
+        first, last = STAGES[stage].seeds[0], STAGES[stage].seeds[-1]
+        raise ValueError(f"--seeds {' '.join(map(str, unknown))}: the seeds of {stage} are {first} to {last}")
+    arms = [arm for arm in STAGES[stage].arms if arm not in ARCHIVED]
+    if args.arms is not None and not {*args.arms} & {*arms}:
+        raise ValueError(f"--arms {' '.join(args.arms)}: the arms of {stage} are {', '.join(arms)}")
+    if args.quick:
+        seeds = seeds[:1]
+    return [{"arm": arm, "seed": seed} for seed, arm in product(seeds, arms) if args.arms is None or arm in args.arms]
+
+
 def main(args: argparse.Namespace) -> None:
     folder = Path(args.output_dir).resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    for stage in args.stages:
-        chosen = [run for run in runs(stage) if run["arm"] not in ARCHIVED]
-        if args.arms is not None:
-            chosen = [run for run in chosen if run["arm"] in args.arms]
-        if args.seeds is not None:
-            chosen = [run for seed in args.seeds for run in chosen if run["seed"] == seed]
+    chosen = {stage: chosen_runs(stage, args) for stage in args.stages}
+    for stage, of_stage in chosen.items():
+        file = DATA / f"{stage}.jsonl"
         if args.quick:
-            chosen = [run for run in chosen if run["seed"] == STAGES[stage].seeds[0]]
-        file = folder / f"quick-{stage}.jsonl" if args.quick else DATA / f"{stage}.jsonl"
-        complete(file, chosen, folder, partial(line, stage, folder, args.quick))
+            file = folder / f"quick-{stage}.jsonl"
+            file.unlink(missing_ok=True)  # of an earlier trial
+        complete(file, of_stage, folder, partial(line, stage, folder, args.quick))
 
 
 if __name__ == "__main__":

@@ -139,6 +139,13 @@ def test_make_base_in_miniature_is_deterministic(task, monkeypatch):
     assert not torch.equal(whole, weights(6))
 
 
+@pytest.mark.parametrize("flags", [["--block_size", "8"], ["--hidden_size", "128"]])
+def test_a_model_of_another_kind_or_size_does_not_replace_the_base(flags, monkeypatch):
+    monkeypatch.setattr(make_base, "pretrain", lambda *_: pytest.fail("the training began"))
+    with pytest.raises(ValueError, match=r"would replace .*pocket/base: give --output_dir"):
+        make_base.main(make_base.make_parser().parse_args(flags))
+
+
 @pytest.mark.parametrize(("size", "least_noise"), [(None, 0.0), (8, 0.0), (None, 0.6)])
 def test_diffusion_loss_is_llada_s(tokenizer, size, least_noise):
     """Compared with the sum written out token by token with the same mask; with blocks, one at a time after clean

@@ -105,7 +105,22 @@ def test_the_share_of_prompts_with_a_hidden_number_or_operation_is_that_of_indep
         # "doubles them": the word is operation and operand.
         counts.append(sum(token.strip("#").isdigit() or token in verbs for token in tokens))
     hidden = fmean(1 - 0.85**count for count in counts)
-    assert mark("docs/leaderboard.md", "prompt-mask") == pytest.approx(100 * hidden, abs=2.0)
+    assert mark("docs/leaderboard.md", "prompt-mask") == round(100 * hidden)
+
+
+@pytest.mark.parametrize(
+    ("page", "words"),
+    [
+        *((page, "44 grids") for page in ("docs/leaderboard.md", "docs/samplers.md", "pocket/RESULTS.md")),
+        *((f"studies/{study}/README.md", "44 grids") for study in ("distill", "factorial", "samplers")),
+        ("pocket/RESULTS.md", "70 sets of numbers"),
+    ],
+)
+def test_pages_with_intervals_over_problems_say_that_these_share_grids_or_numbers(page, words):
+    assert words in (ROOT / page).read_text()
+    grids = {*load_task("sudoku").load_rows("test")["ground_truth"]}
+    sets = {tuple(numbers) for numbers, _ in load_task("pocket_countdown").load_rows("test")["ground_truth"]}
+    assert words in (f"{len(grids)} grids", f"{len(sets)} sets of numbers")
 
 
 def test_cells_with_replay_have_as_many_fewer_updates_as_the_page_says():

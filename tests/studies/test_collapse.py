@@ -9,6 +9,7 @@ from scipy.stats import ttest_1samp
 from d1.rl.train import make_parser
 from pocket.recipes import ROOT
 from studies.collapse import report
+from studies.collapse import run as collapse
 from studies.collapse.run import ARCHIVED, ARMS, DATA, FAST, STAGES, THIRD, flags_of, runs
 from studies.json_lines import read_lines
 
@@ -118,3 +119,33 @@ def test_the_goal_counts_the_arms_with_at_most_one_run_below_the_limit():
 
 def test_all_stages_have_the_same_seeds():
     assert {stage.seeds for stage in STAGES.values()} == {range(80, 100)}
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--seeds", "5"], "--seeds 5: the seeds of third are 80 to 99"),
+        (["--seeds", "80", "7"], "--seeds 7: the seeds"),
+        (["test", "--arms", "E8-sum"], "--arms E8-sum: the arms of test are P8, P, C8, C$"),
+    ],
+)
+def test_a_seed_or_an_arm_that_a_stage_has_not_is_an_error_before_any_run(flags, message, tmp_path, monkeypatch):
+    monkeypatch.setattr(collapse, "complete", lambda *_: pytest.fail("a run began"))
+    with pytest.raises(ValueError, match=message):
+        collapse.main(collapse.make_parser().parse_args(["third", *flags, "--output_dir", str(tmp_path)]))
+
+
+def test_the_flags_choose_runs_and_a_quick_trial_runs_again(tmp_path, monkeypatch):
+    begun = []
+
+    def line(stage, folder, quick, run):
+        begun.append((stage, run["arm"], run["seed"]))
+        return {}
+
+    monkeypatch.setattr(collapse, "line", line)
+    flags = ["third", "test", "--quick", "--seeds", "81", "80", "--arms", "E8-sum", "P", "--output_dir", str(tmp_path)]
+    for _ in range(2):
+        collapse.main(collapse.make_parser().parse_args(flags))
+    assert begun == 2 * [("third", "E8-sum", 81), ("test", "P", 81)]
+    args = collapse.make_parser().parse_args(["third", "--seeds", "82", "80", "--arms", "E8-sum"])
+    assert [run["seed"] for run in collapse.chosen_runs("third", args)] == [82, 80]
