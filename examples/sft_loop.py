@@ -4,8 +4,8 @@
 
 It reads from top to bottom: a conversation becomes token ids and the position where its answer starts; each row draws a
 time t and hides each answer token with probability t'; the loss is the cross-entropy of the hidden tokens over t'.
-`d1.sft` adds processes, LoRA, accumulation, packing, evaluation and checkpoints; without these, its updates are the
-ones below (`tests/examples/test_loops.py`).
+`d1.sft` adds processes, LoRA, accumulation, packing, evaluation, checkpoints and the losses of models with blocks;
+without these, its updates are the ones below (`tests/examples/test_loops.py`).
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from torch import Tensor
 
 from d1.masking import draw_noise, keyed_generator, noise_level
 from d1.models import load_model, load_tokenizer
+from d1.models.kinds import block_size
 from d1.models.tokenizer import trained_ids, whole_turns
-from d1.sft.data import to_conversation
+from d1.sft.data import convert_columns, join_turns
 
 TRAIN_NOISE = 0  # the stream of random numbers, numbered as in `d1.sft.data`
 
@@ -43,10 +44,10 @@ class Settings:
 def encode(tokenizer: Any, row: dict[str, Any], eos_padding: int) -> tuple[Tensor, Tensor]:
     """Token ids (tokens,) of a row, and whether each token is part of the answer.
 
-    `to_conversation` reads s1K's columns, `messages`, or `prompt` and `completion`.
+    `convert_columns` reads s1K's columns, `messages`, or `prompt` and `completion`, among others.
     """
-    messages, given = to_conversation(row, None, None)
-    ids, start = trained_ids(whole_turns(messages), tokenizer, "the answer", given)
+    messages, options = join_turns(convert_columns(row))
+    ids, start = trained_ids(whole_turns(messages), tokenizer, "the answer", options)
     ids += [tokenizer.eos_token_id] * (eos_padding - (len(ids) - start))
     return torch.tensor(ids), torch.arange(len(ids)) >= start
 
@@ -102,7 +103,9 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(args: argparse.Namespace) -> None:
-    s, tokenizer = Settings(), load_tokenizer(args.model_path)
+    s, tokenizer, model = Settings(), load_tokenizer(args.model_path), load_model(args.model_path)
+    if block_size(model.config) is not None:
+        raise SystemExit(f"{args.model_path} is a model with blocks, whose loss this loop does not have: use d1 sft")
     with open(args.train_data, encoding="utf-8") as file:
         rows = [json.loads(line) for line in file]
     if args.steps * s.batch_size > len(rows):
@@ -110,7 +113,7 @@ def main(args: argparse.Namespace) -> None:
     order = torch.randperm(len(rows), generator=keyed_generator(s.seed)).tolist()[: args.steps * s.batch_size]
     encoded = [(number, *encode(tokenizer, rows[number], s.eos_padding)) for number in order]
     batches = [encoded[start : start + s.batch_size] for start in range(0, len(encoded), s.batch_size)]
-    for step, loss in enumerate(train(load_model(args.model_path), tokenizer, batches, s)):
+    for step, loss in enumerate(train(model, tokenizer, batches, s)):
         sys.stdout.write(f"step {step}  loss {loss:.4f}\n")
 
 

@@ -9,7 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from datasets import Dataset, Features, List, Value
@@ -31,10 +31,7 @@ from d1.models.messages import (
     whole_turns,
 )
 from d1.models.tokenizer import CUT_OFF, encode_turns
-from d1.runs.data import IGNORED as IGNORED
-from d1.runs.data import BatchRow, describe_row_error, tokenize_rows, usable_rows
-from d1.runs.data import GlobalBatchSampler as GlobalBatchSampler
-from d1.runs.data import load_rows as load_rows
+from d1.runs.data import IGNORED, BatchRow, describe_row_error, tokenize_rows, usable_rows
 from d1.sft import columns
 from d1.sft.columns import (
     ALPACA,
@@ -46,8 +43,10 @@ from d1.sft.columns import (
     suggest_flags,
 )
 from d1.sft.config import CausalLoss
-from d1.sft.editing import EditNoise
 from d1.tasks import ask
+
+if TYPE_CHECKING:  # its losses read batches with this file's functions
+    from d1.sft.editing import EditNoise
 
 logger = logging.getLogger(__name__)
 
@@ -75,20 +74,15 @@ FEATURES = Features(
 )
 
 
-def to_conversation(
-    row: Row, function: Callable[[Row], Any] | None, template: tuple[str, str] | None
-) -> tuple[list[Message], Options]:
-    """Convert a row to chat messages and what the chat template gets besides; ValueError says why it cannot be used.
+def convert_columns(
+    row: Row, function: Callable[[Row], Any] | None = None, template: tuple[str, str] | None = None
+) -> Row:
+    """Convert a row to one with `messages`, or with `prompt` and `completion`; ValueError says why it cannot be used.
 
     The first that applies counts: the user's function, the user's template, s1K's columns (in the format that every
     task's prompt asks for), `messages`, `prompt` and `completion`, ShareGPT's `conversations`, and Alpaca's columns.
     The columns of `conversation_of` belong to all but the template and s1K's. Columns of another shape may be null.
     """
-    return join_turns(convert_columns(row, function, template))
-
-
-def convert_columns(row: Row, function: Callable[[Row], Any] | None, template: tuple[str, str] | None) -> Row:
-    """The row with `messages`, or with `prompt` and `completion`, as `to_conversation` says."""
     if function is None and template is None:
         # In a file with rows of several shapes, each row has null cells in the columns of the others.
         filled = {name: cell for name, cell in row.items() if cell is not None}

@@ -40,7 +40,8 @@ from d1.models.diffusion_gemma import Context, decode, encode, soft_embeddings
 from d1.models.kinds import vocabulary
 from d1.runs.data import IGNORED
 from d1.sft.data import dLLMDataCollator
-from d1.sft.trainer import dLLMTrainer, token_positions
+from d1.sft.losses import token_positions
+from d1.sft.trainer import dLLMTrainer
 
 Losses = tuple[Tensor, Tensor]  # of the canvas and of the text, (rows,) sums of cross-entropy each
 
@@ -170,8 +171,8 @@ class CanvasTrainer(dLLMTrainer):
         soft = torch.cat(embeddings).view_as(states)
         return soft * conditioned[:, None, None].to(soft.dtype)
 
-    def row_losses(self, model: Any, inputs: dict[str, Any], masked_scale: Tensor | float = 1.0) -> Tensor:
-        """(rows,) sums of the decoder's cross-entropy; `masked_scale` is for models with masks."""
+    def row_losses(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        """(rows,) sums of the decoder's cross-entropy."""
         return self.losses(model, inputs, causal=False)[0]
 
     def compute_loss(

@@ -33,7 +33,8 @@ from d1.models.head import backbone_and_head, map_chunks, run_inside
 from d1.runs.data import IGNORED
 from d1.sampling.scdd import TINY, MixedNoise
 from d1.sft.data import dLLMDataCollator, row_numbers, split_rows
-from d1.sft.trainer import dLLMTrainer, hidden_states, token_positions
+from d1.sft.losses import hidden_states, token_positions
+from d1.sft.trainer import dLLMTrainer
 
 TIMES = 1000  # steps of the bound
 REPLACEMENTS = 1  # the last part of a random generator's key
@@ -150,8 +151,8 @@ class SCDDCollator(dLLMDataCollator):
 class SCDDTrainer(dLLMTrainer):
     """`dLLMTrainer` for batches of `SCDDCollator`."""
 
-    def row_losses(self, model: Any, inputs: dict[str, Any], masked_scale: Tensor | float = 1.0) -> Tensor:
-        """(rows,) sums of `scdd_losses` over each row's answer; `masked_scale` is for models with a causal context."""
+    def row_losses(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        """(rows,) sums of `scdd_losses` over each row's answer."""
         collator: Any = self.data_collator
         labels = inputs["labels"]
         mask_token_id = collator.mask_token_id

@@ -9,7 +9,6 @@ arXiv 2503.09573). With a causal context, the clean text is trained, too (`Causa
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import time
 from collections.abc import Iterable, Iterator
@@ -23,21 +22,19 @@ from torch import Tensor
 from torch.utils.data import Sampler
 from transformers import EvalPrediction, Trainer, TrainingArguments
 
-from d1.models.attention import Blocks, has_causal_context, require_prepared
-from d1.models.head import CHUNK_ELEMENTS, backbone_and_head, calls_in_step, run_inside, target_logps
+from d1.models.attention import has_causal_context, require_prepared
 from d1.models.kinds import block_size, require_masks
-from d1.models.packing import enable_packed_rows, packed_two_stream_states, two_stream_states
+from d1.models.packing import enable_packed_rows
 from d1.runs.data import IGNORED
 from d1.runs.trainer import RunTrainer, check_arguments, loaded_model, tokenizer_of
+from d1.sft.causal_context import context_losses, masked_scale
 from d1.sft.config import CausalLoss
-from d1.sft.data import dLLMDataCollator as dLLMDataCollator  # d1's users import these from here
-from d1.sft.data import dLLMSFTDataset as dLLMSFTDataset
-from d1.sft.data import row_numbers, split_rows
-from d1.sft.editing import GOLDEN, EditNoise, sample_ids
+from d1.sft.data import dLLMDataCollator, row_numbers, split_rows
+from d1.sft.editing import edit_losses
+from d1.sft.losses import weighted_losses
 
 LOSS_SUMS = "loss_sums.json"  # a checkpoint's file with the sums of losses so far
 EDITS_AND_CONTEXT = "--edit_noise trains edits of visible tokens, which no sampler of a causal context makes"
-Positions = tuple[Tensor, Tensor]  # rows and positions, (n,) each, of n tokens of a batch
 
 
 def check_data(data_collator: Any, datasets: dict[str, Any]) -> None:
@@ -144,121 +141,26 @@ class dLLMTrainer(RunTrainer, Trainer):
 
         self.require_one_gpu()
         self.count_labels_of_step(shifted=False)
+        self.hidden_in_step: Tensor | None = None  # with `row_noise`, over all processes
         self.start_counting()
 
     def train_sampler(self, dataset: Any) -> Sampler:
         return self.global_batches(dataset.lengths, fill=dataset.eos_padding == "batch")
 
-    def row_losses(self, model: Any, inputs: dict[str, Any], masked_scale: Tensor | float = 1.0) -> Tensor:
-        """(rows,) sums of cross-entropy / t' over each row's hidden tokens, with `EditNoise` also over visible ones.
-        With `CausalLoss`, they have a weight, also `masked_scale`, and the weighted ones of the clean text are added.
-        """
+    def row_losses(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        """(rows,) sums of cross-entropy / t' over each row's hidden tokens; with `EditNoise` or `CausalLoss`, those of
+        `edit_losses` or `context_losses`."""
         collator: Any = self.data_collator
         t = inputs["t"].double()
         if t.dim() == 1:  # one per row; with blocks, it is per token already
             t = t[row_numbers(inputs)]
         _, weights = collator.schedule(t)
         if "edited" in inputs:
-            return self.edit_losses(model, inputs, weights)
-        masked = inputs["masked"].cpu()  # the only wait for the device
+            return edit_losses(model, inputs, weights, collator.edits, collator.mask_token_id)
         if collator.causal is not None:
-            return self.context_losses(model, inputs, masked, weights * collator.causal.masked_weight * masked_scale)
-        return self.weighted_losses(model, inputs, masked, weights)
-
-    def context_losses(self, model: Any, inputs: dict[str, Any], masked: Tensor, weights: Tensor) -> Tensor:
-        """For each row: the weighted cross-entropy of its `masked` tokens, plus that of its answer in the clean text.
-        There the state of a token predicts the next token, so the first token of a text has no loss."""
-        labels = inputs["labels"]
-        predicts = torch.zeros_like(masked)
-        predicts[:, :-1] = (labels != IGNORED)[:, 1:].cpu()
-        for end in itertools.accumulate(inputs.get("lengths", ())):
-            predicts[0, end - 1] = False  # the next token is that of another packed row
-        if not (masked.any() or predicts.any()):  # as in `weighted_losses`
-            masked = masked.clone()
-            masked[0, 0] = True
-            weights = torch.zeros_like(weights)
-
-        clean_positions = token_positions(predicts, labels.device)
-        masked_positions = token_positions(masked, labels.device)
-        clean_rows, clean_text_positions = clean_positions
-        targets = torch.cat([labels[clean_rows, clean_text_positions + 1], labels[masked_positions]]).clamp(min=0)
-
-        def compute_losses(inner: Any) -> Tensor:
-            states = causal_context_states(inner, inputs, predicts, clean_positions, masked, masked_positions)
-            return -target_logps(inner, states, targets)[0]
-
-        losses = run_inside(model, compute_losses)
-        causal: CausalLoss = cast(Any, self.data_collator).causal
-        clean_weights = torch.full_like(clean_rows, causal.causal_weight, dtype=weights.dtype)
-        token_weights = torch.cat([clean_weights, weights[masked_positions]])
-        numbers = row_numbers(inputs)
-        rows = torch.cat([numbers[clean_positions], numbers[masked_positions]])
-        sums = losses.new_zeros(len(split_rows(inputs, "labels")))
-        return sums.index_add(0, rows, losses * token_weights.to(losses.dtype))
-
-    def edit_losses(self, model: Any, inputs: dict[str, Any], weights: Tensor) -> Tensor:
-        """`row_losses` of a batch with replaced tokens, the mean over turns."""
-        noise: EditNoise = cast(Any, self.data_collator).edits
-        edited, labels = inputs["edited"], inputs["labels"]
-        visible_weights = torch.where(edited, noise.weight, noise.keep_weight)
-        weights = torch.where(inputs["masked"], weights, visible_weights)
-        scored = (labels != IGNORED) & (weights > 0)
-        scored, replaced = torch.stack([scored, edited]).cpu().unbind()  # one wait for the device
-        if not replaced.any():
-            replaced[0, 0] = True  # every process has to call the model; without `edited`, its draw is not used
-        positions = token_positions(replaced, labels.device)
-
-        losses = []
-        for turn in range(noise.turns):
-            if turn > 0 or noise.kind == "draft":
-                inputs = self.insert_drafts(model, inputs, replaced, positions, turn)
-            losses.append(self.weighted_losses(model, inputs, scored, weights))
-        return torch.stack(losses).mean(0)
-
-    @torch.no_grad()
-    def insert_drafts(
-        self, model: Any, inputs: dict[str, Any], replaced: Tensor, positions: Positions, turn: int
-    ) -> dict[str, Any]:
-        """The batch with the model's own draws, without dropout, as its `replaced` tokens (rows, length)."""
-        mask_token_id = cast(Any, self.data_collator).mask_token_id
-
-        def draw(inner: Any) -> Tensor:
-            states = hidden_states(inner, inputs, replaced, positions)
-            draws = ((inputs["draws"][positions] + turn * GOLDEN) % 1).double()
-            # The logits of a chunk are in memory in fp64, and so are their sums.
-            chunk_size = max(1, CHUNK_ELEMENTS // 4 // inner.config.vocab_size)
-            chunks = calls_in_step(inner, -(-len(states) // chunk_size))
-            head = backbone_and_head(inner)[1]
-            ids = []
-            for chunk_states, chunk_draws in zip(states.tensor_split(chunks), draws.tensor_split(chunks), strict=True):
-                logits = head(chunk_states).double()
-                ids.append(sample_ids(logits, chunk_draws, mask_token_id))
-            return torch.cat(ids)
-
-        training = model.training
-        model.eval()
-        ids = run_inside(model, draw)
-        model.train(training)
-        noised = inputs["input_ids"].clone()
-        noised[positions] = torch.where(inputs["edited"][positions], ids, noised[positions])
-        return inputs | {"input_ids": noised}
-
-    def weighted_losses(self, model: Any, inputs: dict[str, Any], scored: Tensor, weights: Tensor) -> Tensor:
-        """Sum over each row's `scored` tokens, (rows, length) bool on the CPU, of their weights x cross-entropy."""
-        labels = inputs["labels"]
-        if not scored.any():  # score one token with weight 0, because every process has to call the head
-            scored = scored.clone()
-            scored[0, 0] = True
-            weights = torch.zeros_like(weights)
-        positions = token_positions(scored, labels.device)
-
-        def compute_losses(inner: Any) -> Tensor:
-            states = hidden_states(inner, inputs, scored, positions)
-            return -target_logps(inner, states, labels[positions].clamp(min=0))[0]
-
-        losses = run_inside(model, compute_losses)
-        sums = losses.new_zeros(len(split_rows(inputs, "labels")))
-        return sums.index_add(0, row_numbers(inputs)[positions], losses * weights[positions].to(losses.dtype))
+            return context_losses(model, inputs, weights, collator.causal)
+        masked = inputs["masked"].cpu()  # the only wait for the device
+        return weighted_losses(model, inputs, masked, weights)
 
     def compute_loss(
         self,
@@ -269,7 +171,9 @@ class dLLMTrainer(RunTrainer, Trainer):
     ) -> Any:
         """The batch's share of the step's loss, times the number of processes: gradients are averaged over them."""
         answers = inputs["labels"] != IGNORED
-        row_losses = self.row_losses(model, inputs, self.masked_scale(inputs, num_items_in_batch))
+        if getattr(self.data_collator, "row_noise", False):
+            inputs = inputs | {"masked_scale": masked_scale(inputs, num_items_in_batch, self.hidden_in_step)}
+        row_losses = self.row_losses(model, inputs)
         if num_items_in_batch is None:  # a call outside of training: the mean of this process's batch
             loss = row_losses.sum() / answers.sum()
         else:
@@ -291,18 +195,6 @@ class dLLMTrainer(RunTrainer, Trainer):
         """The sum of the counts of all batches of an optimizer step, over all processes."""
         local_sum = sum(counts, torch.zeros((), dtype=torch.long))
         return self.accelerator.reduce(local_sum.to(self.args.device), "sum")  # type: ignore[no-any-return]
-
-    def masked_scale(self, inputs: dict[str, Tensor], answers: Tensor | int | None) -> Tensor | float:
-        """What divides the loss of masks by the hidden tokens of the step, not by its `answers`, as `CausalLoss` with
-        `row_noise` does; None: those of this batch, in a call outside of training."""
-        if not getattr(self.data_collator, "row_noise", False):
-            return 1.0
-        if answers is None:
-            answers = (inputs["labels"] != IGNORED).sum()
-            hidden = inputs["masked"].sum()
-        else:
-            hidden = self.hidden_in_step
-        return answers / hidden.clamp(min=1)
 
     def nonfinite_rows(self, row_losses: Tensor, inputs: dict[str, Tensor]) -> list[dict[str, Any]]:
         """Text, time and loss of the rows whose loss is not finite."""
@@ -367,75 +259,6 @@ class dLLMTrainer(RunTrainer, Trainer):
 
     def load_extra(self, folder: Path) -> None:
         self.set_loss_sums(json.loads((folder / LOSS_SUMS).read_text()))
-
-
-def token_positions(tokens: Tensor, device: torch.device) -> Positions:
-    """Rows and positions of the `tokens` (rows, length) bool of a batch, on `device`."""
-    rows, positions = tokens.nonzero().to(device, non_blocking=True).unbind(1)
-    return rows, positions
-
-
-def hidden_states(model: Any, inputs: dict[str, Any], tokens: Tensor, positions: Positions) -> Tensor:
-    """Last hidden states (n, hidden size) of a batch's `tokens`, row by row; `positions` are theirs on the device.
-
-    With `tokens` on the CPU, neither pass waits for the device; a boolean index on the device would. A block-causal
-    model also reads the clean rows; the noised rows follow them, from the first block with one of the tokens on.
-    """
-    noised, labels, visible = inputs["input_ids"], inputs["labels"], inputs["attention_mask"]
-    rows, text_positions = positions
-    lengths = inputs.get("lengths")
-    size = block_size(model.config)
-    if size is None:
-        backbone = backbone_and_head(model)[0]
-        if lengths is None:
-            return backbone(noised, visible)[rows, text_positions]
-        segments = [(length, 0) for length in lengths]
-        return backbone(noised, None, text_positions.unsqueeze(0), segments=segments)[0]
-
-    clean = torch.where(labels == IGNORED, noised, labels)
-    if lengths is not None:
-        return packed_two_stream_states(model, clean, noised, lengths, tokens)
-    first = int(tokens.any(0).int().argmax()) // size * size
-    return two_stream_states(model, clean, noised[:, first:], visible)[rows, text_positions - first]
-
-
-def causal_context_states(
-    model: Any,
-    inputs: dict[str, Any],
-    predicts: Tensor,
-    clean_positions: Positions,
-    masked: Tensor,
-    masked_positions: Positions,
-) -> Tensor:
-    """Last hidden states (n, hidden size) of the clean tokens that `predicts` chooses, and then of the `masked` ones,
-    row by row. As in `hidden_states`, nothing waits for the device."""
-    noised, labels, lengths, starts = inputs["input_ids"], inputs["labels"], inputs.get("lengths"), inputs["starts"]
-    size = block_size(model.config) or 1
-    clean = torch.where(labels == IGNORED, noised, labels)
-    if lengths is not None:
-        blocks = [Blocks(size, start) for start in starts]
-        return packed_two_stream_states(model, clean, noised, lengths, masked, blocks=blocks, clean_at=predicts)
-
-    # The noised stream begins at or before the first block with a hidden token.
-    first = max(0, int(masked.any(0).int().argmax()) - size + 1)
-    # Positions of each row's clean tokens, left to right; rows with fewer of them are filled with others.
-    width = int(predicts.sum(1).max())
-    clean_at = predicts.logical_not().byte().argsort(dim=1, stable=True)[:, :width]
-    origin = torch.tensor(starts).unsqueeze(1).to(clean.device, non_blocking=True)
-    states = two_stream_states(
-        model,
-        clean,
-        noised[:, first:],
-        inputs["attention_mask"],
-        blocks=Blocks(size, origin),
-        clean_at=clean_at.to(clean.device, non_blocking=True),
-    )
-
-    # (rows, width + length - first, hidden size) -> (n, hidden size)
-    ranks = (predicts.cumsum(1) - 1)[predicts].to(clean.device, non_blocking=True)
-    clean_rows, _ = clean_positions
-    masked_rows, masked_text_positions = masked_positions
-    return torch.cat([states[clean_rows, ranks], states[masked_rows, width + masked_text_positions - first]])
 
 
 def mean_loss(prediction: EvalPrediction) -> dict[str, float]:

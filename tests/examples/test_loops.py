@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 
+import pytest
 import torch
 from datasets import Dataset
 from transformers import TrainingArguments
@@ -107,3 +108,9 @@ def test_two_steps_of_sft_end_at_the_trainers_weights(tmp_path):
     losses = list(sft_loop.train(model, tokenizer, mine, SFT))
     assert all(0 < loss < 20 for loss in losses)
     assert_same_updates(model, expected, start)
+
+
+def test_sft_refuses_a_model_with_blocks():
+    args = sft_loop.make_parser().parse_args(["--model_path", str(ROOT / "pocket" / "block_base")])
+    with pytest.raises(SystemExit, match="block_base is a model with blocks, whose loss this loop does not have"):
+        sft_loop.main(args)

@@ -25,7 +25,7 @@ from d1.sampling.caches import CACHES
 from d1.sampling.reveal import RULES
 from d1.scoring import ESTIMATORS, Randomness, SampledRows, score
 from d1.scoring.inputs import canvas_blocks
-from d1.sft.trainer import dLLMDataCollator, dLLMSFTDataset, dLLMTrainer
+from d1.sft import dLLMDataCollator, dLLMSFTDataset, dLLMTrainer
 from tests.d1.conftest import write_kind
 from tests.d1.sampling.reference import MASK, SAMPLERS, make_prompts, sharper
 from tests.d1.scoring import enumeration

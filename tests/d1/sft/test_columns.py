@@ -13,7 +13,7 @@ from datasets import Dataset
 from d1.runs.data import load_rows
 from d1.sft import data as sft_data
 from d1.sft.columns import suggest_flags
-from d1.sft.data import to_conversation
+from d1.sft.data import convert_columns, join_turns
 from tests.commands import ROOT
 from tests.d1.sft.templates import byte_tokenizer
 from tests.d1.sft.test_data import TOKENIZERS, parts, prepare
@@ -22,7 +22,7 @@ REAL = ROOT / "tests/real_files"
 
 
 def to_messages(row: dict[str, Any], function: Any, template: Any) -> list[Any]:
-    messages, _ = to_conversation(row, function, template)
+    messages, _ = join_turns(convert_columns(row, function, template))
     return messages
 
 

@@ -48,8 +48,8 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_leaves_its_rows(flags, tiny
 def test_only_the_rows_to_blame_are_named(flags, tmp_path, monkeypatch):
     true_losses, seen = dLLMTrainer.row_losses, []
 
-    def third_is_infinite(self, model, inputs, *given):
-        losses = true_losses(self, model, inputs, *given)
+    def third_is_infinite(self, model, inputs):
+        losses = true_losses(self, model, inputs)
         if self.state.global_step < 2:
             return losses
         seen.append(inputs["t"][2].item())

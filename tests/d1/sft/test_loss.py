@@ -295,11 +295,27 @@ def test_a_batch_that_hides_nothing_calls_the_head_for_one_token_of_weight_zero(
         counts.append(len(targets))
         return target_logps(model, states, targets)
 
-    with patch("d1.sft.trainer.target_logps", count_and_score):
+    with patch("d1.sft.losses.target_logps", count_and_score):
         losses = trainer.row_losses(trainer.model, inputs)
     assert counts == [1]
     assert losses.tolist() == [0.0, 0.0]
     losses.sum().backward()
+
+
+def test_row_losses_of_a_user_take_a_model_and_a_batch(tiny_model_dir, tmp_path):
+    """As `dLLMTrainer`'s own: training gave a third argument, and ended with a TypeError."""
+
+    class TwiceTheLoss(dLLMTrainer):
+        def row_losses(self, model, inputs):
+            return 2 * super().row_losses(model, inputs)
+
+    plain, twice = make_trainer(tiny_model_dir, tmp_path, ROWS, 1), make_trainer(tiny_model_dir, tmp_path, ROWS, 1)
+    twice.__class__ = TwiceTheLoss
+    losses = []
+    for trainer in (plain, twice):
+        trainer.train()
+        losses.append(trainer.state.log_history[0]["loss"])
+    assert losses[1] == pytest.approx(2 * losses[0], rel=1e-6)
 
 
 @pytest.mark.parametrize("edits", [None, EditNoise("draft", 0.5, 1.0, 1.0, 3)])
