@@ -315,15 +315,14 @@ class TrainerHooks(_Trainer):
                 f"{list(load_result.unexpected_keys)}"
             )
 
-    def count_labels_of_step(self, *, shifted: bool) -> None:
+    def count_labels_of_step(self) -> None:
         """Make Trainer pass to `compute_loss` the number of labels (not -100) of the whole optimizer step, over all
-        processes; if `shifted`, without the first label of each row. ValueError if the settings leave out the other
-        processes."""
+        processes. ValueError if the settings leave out the other processes."""
         if self.args.world_size > 1 and not self.args.average_tokens_across_devices:
             problem = "average_tokens_across_devices=False: the loss is a mean over the tokens or rows of all processes"
             raise ValueError(f"{problem}, so leave it out of the TrainingArguments")
         self.model_accepts_loss_kwargs = True
-        self._loss_shifts_labels = shifted
+        self._loss_shifts_labels = False
 
     def _prepare_input(self, data: Any) -> Any:
         if isinstance(data, torch.Tensor):

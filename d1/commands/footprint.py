@@ -195,11 +195,6 @@ def quantised(model: Any) -> list[torch.nn.Linear]:
     return [module for module in inside if isinstance(module, torch.nn.Linear)]
 
 
-def step_peak(config: PreTrainedConfig, settings: FitSettings, layers: int, rows: int) -> int:
-    """Peak bytes of one fake step beyond weights, gradients and optimizer states."""
-    return fake_step(config, settings, layers, rows).peak
-
-
 def fake_step(config: PreTrainedConfig, settings: FitSettings, layers: int, rows: int) -> FakeStep:
     """One step on fake tensors.
 

@@ -173,7 +173,7 @@ class SummingTrainer(RunTrainer):
         require_prepared(self.model)
         self.require_one_gpu()
         disable_dropout_in_model(self.model)
-        self.count_labels_of_step(shifted=False)
+        self.count_labels_of_step()
         self.sums: dict[str, Tensor] = {}  # name -> (), float64, the sum in this process since the last log
         share = float(self.args.process_index == 0)
         # (), float64, tokens that this process has computed so far

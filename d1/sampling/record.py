@@ -81,17 +81,13 @@ class RolloutStart:
         )
 
     @classmethod
-    def from_rollout(cls, sampled: Rollout, step: int, mask_token_id: int, given: Tensor | None = None) -> RolloutStart:
-        """The canvases of a rollout without edits before its forward pass `step`; the whole canvases of rows that took
-        fewer passes, without what the EOS stop filled. `given`: (rows, gen_length) bool, the tokens that were there
-        before the first pass; None: there were none."""
+    def from_rollout(cls, sampled: Rollout, step: int, mask_token_id: int) -> RolloutStart:
+        """The canvases of a rollout without edits, which began with mask tokens alone, before its forward pass `step`;
+        the whole canvases of rows that took fewer passes, without what the EOS stop filled."""
         was_revealed = (sampled.reveal_steps >= 0) & (sampled.reveal_steps < step)
-        is_there = was_revealed
-        if given is not None:
-            is_there = was_revealed | given
-        canvas = sampled.ids[:, -is_there.shape[1] :]
+        canvas = sampled.ids[:, -was_revealed.shape[1] :]
         return cls(
-            ids=torch.where(is_there, canvas, mask_token_id),
+            ids=torch.where(was_revealed, canvas, mask_token_id),
             steps=sampled.passes.clamp(max=step),
             reveal_steps=torch.where(was_revealed, sampled.reveal_steps, -1),
             logps=torch.where(was_revealed, sampled.logps, 0.0),

@@ -140,7 +140,7 @@ class dLLMTrainer(RunTrainer, Trainer):
             enable_packed_rows(model)
 
         self.require_one_gpu()
-        self.count_labels_of_step(shifted=False)
+        self.count_labels_of_step()
         self.hidden_in_step: Tensor | None = None  # with `row_noise`, over all processes
         self.start_counting()
 

@@ -25,7 +25,6 @@ from d1.commands.footprint import (
     fake_step,
     fit_table,
     resident_bytes,
-    step_peak,
     total_and_active,
     with_layers,
 )
@@ -272,7 +271,7 @@ def test_small_models_with_many_tokens_are_extrapolated_to_their_depth(batch, ch
     config.use_cache = False
     settings = FitSettings("sft", batch=batch, length=1024, lora_r=0, gradient_checkpointing=checkpointing)
     constant, per_row = activation_bytes(config, settings)
-    whole = step_peak(config, settings, 24, batch)
+    whole = fake_step(config, settings, 24, batch).peak
     assert 0.9 * whole <= constant + per_row * batch <= 1.4 * whole
 
 
@@ -302,7 +301,9 @@ def test_inputs_of_lora_take_16_bits(monkeypatch):
         with monkeypatch.context() as patched:
             if casts:
                 patched.setattr("d1.commands.footprint.skip_input_casts", lambda model: None)
-            found[casts] = step_peak(CONFIGS["llama"], settings, 6, 8) - step_peak(CONFIGS["llama"], settings, 3, 8)
+            found[casts] = (
+                fake_step(CONFIGS["llama"], settings, 6, 8).peak - fake_step(CONFIGS["llama"], settings, 3, 8).peak
+            )
     assert found[False] < found[True]
 
 

@@ -243,7 +243,7 @@ def process(kind, model_dir, folder):
     assert kind == "MULTI_CPU" or state.deepspeed_plugin.zero_stage == int(kind[-1])
     trainer.args.average_tokens_across_devices = False  # as a user may set it: the count would be that of a process
     with pytest.raises(ValueError, match="average_tokens_across_devices=False: the loss is a mean over"):
-        trainer.count_labels_of_step(shifted=False)
+        trainer.count_labels_of_step()
     trainer.accelerator.end_training()
 
 
