@@ -52,12 +52,12 @@ from d1.models.head import backbone_and_head, run_inside
 from d1.models.merged import MergedCopy
 from d1.ranges import POSITIVE
 from d1.runs.cli import OneLineParser, run_script
+from d1.runs.tables import markdown_table
 from d1.sampling import SamplingSettings, rollout
 from d1.sampling.graphs import COMPILED, COMPILED_MODELS, CompiledLayers, PassGraphs, compile_key, run_again
 from d1.sampling.predict import predict
 from d1.scoring import mean_field_logps
 from d1.serve.engine import Completed, Engine, Row
-from d1.show.tables import markdown_table
 
 logger = logging.getLogger(__name__)
 

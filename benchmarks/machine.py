@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from d1.runs.record import cpu_model
-from d1.show.tables import markdown_table
+from d1.runs.tables import markdown_table
 
 
 def describe() -> dict[str, Any]:

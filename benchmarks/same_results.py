@@ -35,8 +35,8 @@ from d1.distill.methods import METHODS as DISTILLATIONS
 from d1.preference.methods import METHODS as PREFERENCES
 from d1.rl.methods import METHODS
 from d1.runs.cli import run_script
+from d1.runs.tables import markdown_table
 from d1.sampling.reveal import RULES
-from d1.show.tables import markdown_table
 from pocket.phases import ENVIRONMENT as ONE_THREAD
 
 ROOT = Path(__file__).resolve().parents[1]

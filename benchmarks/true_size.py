@@ -41,7 +41,7 @@ from d1.models.load import auto_class
 from d1.models.published import DREAM, LLADA, LLADA2, NEMOTRON, SDAR
 from d1.runs.cli import run_script
 from d1.runs.record import RECORD
-from d1.show.tables import markdown_table
+from d1.runs.tables import markdown_table
 
 ROOT = Path(__file__).parents[1]
 # config.json; number of files; ids of the tokens for the end of a text, the mask and the end of a turn

@@ -27,7 +27,7 @@ from d1.eval.scores import compare, score_setup
 from d1.eval.uncertainty import Z95
 from d1.ranges import COUNT
 from d1.runs.cli import OneLineParser
-from d1.show.tables import markdown_table
+from d1.runs.tables import markdown_table
 from pocket import careful_arithmetic
 from pocket.phases import Phase, PhaseError, run_phases
 from pocket.recipes import ROOT

@@ -27,8 +27,8 @@ from rich.console import Console
 from d1.eval.files import read_setups
 from d1.eval.scores import Row, compare, score_setup
 from d1.runs.cli import run_script
+from d1.runs.tables import markdown_table
 from d1.show.report import draw
-from d1.show.tables import markdown_table
 from d1.tasks import load_task
 from pocket.recipes import RECIPES, ROOT
 

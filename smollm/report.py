@@ -11,8 +11,8 @@ from rich.console import Console
 
 from d1.eval.files import read_setups
 from d1.eval.scores import Row, compare, score_setup
+from d1.runs.tables import markdown_table
 from d1.show.report import draw
-from d1.show.tables import markdown_table
 
 ARMS = {"base": "as released (autoregressive)", "sft": "+ SFT", "rl": "+ SFT + RL"}
 PAIRS = (("base", "sft"), ("sft", "rl"))

@@ -17,7 +17,7 @@ from statistics import fmean, stdev
 
 from scipy import stats
 
-from d1.show.tables import markdown_table
+from d1.runs.tables import markdown_table
 from pocket.recipes import ROOT
 from pocket.uncertainty import mean_of
 from studies.claims import pocket_rows

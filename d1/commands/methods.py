@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from d1.ranges import setting
 from d1.rl.methods import METHODS, Method
-from d1.runs.tables import aligned_table
-from d1.show.tables import markdown_table
+from d1.runs.tables import aligned_table, markdown_table
 
 COLUMNS = {  # header -> the setting
     "estimator": "estimator",

@@ -11,7 +11,7 @@ import numpy as np
 from scipy import stats
 from scipy.stats import binomtest
 
-from d1.show.tables import markdown_table
+from d1.runs.tables import markdown_table
 from pocket.uncertainty import Mean, mean_of
 from studies.collapse.run import DATA, FAST, STAGES, START, THIRD, runs
 from studies.json_lines import read_lines

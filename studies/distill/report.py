@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from d1.show.tables import markdown_table
+from d1.runs.tables import markdown_table
 from pocket.recipes import ROOT
 from pocket.uncertainty import mean_of
 from studies.distill.run import (

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from d1.runs.tables import markdown_table
 from d1.show.curves import WIDTH, panels, save_figure
-from d1.show.tables import markdown_table
 from pocket.recipes import ROOT
 from pocket.uncertainty import Mean, mean_of
 from studies.factorial.run import CELLS, DATA, IDEAS, STUDIED, runs

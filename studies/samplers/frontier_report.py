@@ -6,9 +6,9 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
+from d1.runs.tables import markdown_table
 from d1.sampling.caches import CACHES
 from d1.show.curves import MARKED, WIDTH, legend, panels, save_figure
-from d1.show.tables import markdown_table
 from pocket.recipes import ROOT
 from pocket.uncertainty import Mean, mean_of
 from studies.distill.teachers import SEEDS, TASKS

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from d1.show.tables import markdown_table
+from d1.runs.tables import markdown_table
 from pocket.uncertainty import mean_of
 from studies.json_lines import read_lines
 from studies.reports import gain, percent, points, scores

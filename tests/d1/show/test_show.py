@@ -7,10 +7,9 @@ from pathlib import Path
 import matplotlib as mpl
 import pytest
 
-from d1.runs.tables import aligned_table
+from d1.runs.tables import aligned_table, markdown_table
 from d1.show.curves import MARKED, legend, panel_svg, panels, running_mean, save_figure, widen
 from d1.show.report import labels_of
-from d1.show.tables import markdown_table
 
 
 def test_tables_are_markdown_or_aligned():
