@@ -358,14 +358,14 @@ def cast_outside_autocast(layer: Any, args: tuple[Tensor, ...]) -> None:
 
 
 def merge_adapter(model: PeftModel, folder: str | Path) -> PreTrainedModel:
-    """Fold the active adapter into the weights; an adapter that is trained next records `folder` as its base. An
-    adapter on tied weights unties them."""
+    """Fold the active adapter into the weights; an adapter that is trained next records `folder`, or its hub name, as
+    its base. An adapter on tied weights unties them."""
     untie_adapted(model)
     merged = model.merge_and_unload()
     merged.requires_grad_(True)  # PEFT froze the base's weights
     if not has_masks(merged.config):
         freeze_vision(merged)
-    merged.name_or_path = str(Path(folder).resolve())
+    merged.name_or_path = location_of(str(folder))
     return merged
 
 
@@ -391,10 +391,16 @@ def untie_adapted(model: PeftModel) -> None:
         for module, name in positions[1:]:
             weight = getattr(module, name)
             setattr(module, name, nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad))
-    base.config.tie_word_embeddings = False
-    released = getattr(base.config, "released", None)
+    mark_untied(base.config)
+
+
+def mark_untied(config: Any) -> None:
+    """Say in a config, and in the released one that it was read from, that embedding and head are two weights; changes
+    it in place."""
+    config.tie_word_embeddings = False
+    released = getattr(config, "released", None)
     if released is not None:
-        base.config.released = {**released, "tie_word_embeddings": False}
+        config.released = {**released, "tie_word_embeddings": False}
 
 
 def is_adapter_on(model: PeftModel, tied: Sequence[nn.Module]) -> bool:

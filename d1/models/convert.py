@@ -47,7 +47,7 @@ from d1.models.kinds import (
     released_kind,
 )
 from d1.models.load import REFUSAL, check_loaded, load_model, prepare
-from d1.models.tokenizer import PLAIN_CHAT_TEMPLATE, check_mask_token, has_tokenizer, load_tokenizer
+from d1.models.tokenizer import PLAIN_CHAT_TEMPLATE, VOCABULARIES, check_mask_token, has_tokenizer, load_tokenizer
 from d1.transformers_bridge import checkpoint_dtype, file_of, has_file, stored_weights
 
 MASKED_FIELDS = ("mask_token_id", "block_size", "canvas_length")  # which only the config of a masked model has
@@ -103,14 +103,6 @@ def snapshot_folder(source: str) -> str:
         return source
     file_of(source, GENERATION_CONFIG)  # downloaded too, if there is one
     return str(Path(str(files[0])).parent)
-
-
-def load_whole(source: str) -> Any:
-    """The model in `source`, in the dtype of its files; ValueError for an adapter."""
-    base, adapters = adapter_chain(source, None)
-    if adapters:
-        raise ValueError(f"{source} is an adapter: run `python -m d1 merge {base} {source} OUT` first")
-    return load_model(snapshot_folder(source), "auto")
 
 
 def read_tokenizer(base: str, adapters: Sequence[str] = ()) -> Any:
@@ -175,12 +167,16 @@ def write_released(model: Any, kind: str, source: str, tokenizer: Any, folder: P
 
 
 def save_released_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """Write a tokenizer for released code, which runs on Transformers 4 and knows the class by its older name."""
+    """Write a tokenizer for released code, which runs on Transformers 4 and knows the class and the list of further
+    special tokens by their older names."""
     tokenizer.save_pretrained(folder)
     tokenizer_config = folder / "tokenizer_config.json"
     fields = read_object(tokenizer_config)
     if fields.get("tokenizer_class") == "TokenizersBackend":
         fields["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(fields.get("extra_special_tokens"), list):
+        fields["additional_special_tokens"] = fields.pop("extra_special_tokens")
+    fields.pop("auto_map", None)  # a class whose code is in another folder, and which reads other files
     tokenizer_config.write_text(json.dumps(fields, indent=2) + "\n")
 
 
@@ -424,15 +420,22 @@ def read_autoregressive(source: str, mask_token: str) -> tuple[Any, Any]:
     unpacked to fp32; ValueError if it is a masked model."""
     file = gguf_file(source)
     if file is None:
-        # A masked model is refused before its weights are read.
-        path, _ = adapter_chain(source, None)
-        config, kind = native_config(path)
-        tokenizer_mask = None
-        if has_tokenizer(path):
-            tokenizer_mask = AutoTokenizer.from_pretrained(path, trust_remote_code=False).mask_token
-        refuse_masked_model(source, config, kind, raw_config(path), tokenizer_mask, mask_token)
-        model = load_whole(source)
-        return model, AutoTokenizer.from_pretrained(source, padding_side="left", trust_remote_code=False)
+        base, adapters = adapter_chain(source, None)
+        if adapters:
+            raise ValueError(
+                f"{source} is an adapter, and a2d converts whole models: fold it into {base} with PEFT's "
+                "merge_and_unload, and name the folder of the result (d1 merge is for masked models)"
+            )
+        # A masked model, and one without a tokenizer, are refused before the weights are read.
+        config, kind = native_config(source)
+        tokenizer = None
+        if has_tokenizer(source):
+            tokenizer = AutoTokenizer.from_pretrained(source, padding_side="left", trust_remote_code=False)
+        tokenizer_mask = getattr(tokenizer, "mask_token", None)
+        refuse_masked_model(source, config, kind, raw_config(source), tokenizer_mask, mask_token)
+        if tokenizer is None:
+            raise FileNotFoundError(f"{source} has no tokenizer, which a2d needs: none of {', '.join(VOCABULARIES)}")
+        return load_model(snapshot_folder(source), "auto"), tokenizer
     gguf_types(file)  # raises first: the errors of Transformers for a damaged file are less clear
     config = gguf_config(file)
     model, tokenizer, report = load_gguf(file, config)

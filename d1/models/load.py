@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from d1.files import check_index, reading
-from d1.models.adapters import add_adapter, merge_adapter
+from d1.models.adapters import add_adapter, mark_untied, merge_adapter
 from d1.models.attention import (
     PREPARED,
     add_positions_and_mask,
@@ -143,7 +143,8 @@ def prepare(model: Model) -> Model:
 
 def sanitize_generation_config(model: Any) -> None:
     """Leave only token ids and `max_new_tokens` of a generation config that Transformers reads and refuses to save,
-    such as a temperature without `do_sample`: a run would end at its first checkpoint. Nothing here reads the rest."""
+    such as a temperature without `do_sample`: a run would end at its first checkpoint. Nothing here reads the rest. A
+    padding id below 0, which it refuses, too, is none."""
     config = getattr(model, "generation_config", None)
     if config is None:
         return
@@ -151,6 +152,8 @@ def sanitize_generation_config(model: Any) -> None:
         config.validate(strict=True)
     except ValueError:
         fields = {name: getattr(config, name) for name in GENERATION_FIELDS}
+        if isinstance(fields["pad_token_id"], int) and fields["pad_token_id"] < 0:  # how some configs say "none"
+            fields["pad_token_id"] = None
         model.generation_config = type(config)(**fields)
 
 
@@ -200,6 +203,11 @@ def load_model(
     # Arguments of `from_pretrained`
     if dtype == "auto":
         dtype = checkpoint_dtype(base)
+        if quantization is not None and dtype == "auto":  # still unknown
+            raise ValueError(
+                f"{base}: which dtype its weights have is only known of a local folder of safetensors, and 4-bit "
+                "weights compute in it: pass a dtype, such as torch.bfloat16, instead of 'auto'"
+            )
     options: dict[str, Any] = {"attn_implementation": attn_implementation, "dtype": dtype or torch.float32}
     if quantization is not None or (device is not None and torch.device(device).type != "cpu"):
         options["device_map"] = {"": device or "cpu"}  # by default, quantised weights go to a GPU
@@ -301,6 +309,11 @@ def load_base(folder: ModelFolder, options: dict[str, Any]) -> Any:
         config_file = file_of(path, "config.json")
         if config_file is not None:
             check_stored_types(str(Path(config_file).parent))
+    # Transformers reads a head of its own, with a warning, if the file has one and the config says that it is tied.
+    head = model.get_output_embeddings()
+    has_own_head = head is not None and head.weight is not model.get_input_embeddings().weight
+    if not kind.uniform_noise and model.config.tie_word_embeddings and has_own_head:
+        mark_untied(model.config)
     if kind.names is not None or stacked:
         forget_renaming(model)
     if is_local:  # adapters trained on this model record it as their base

@@ -502,8 +502,16 @@ def check_plain_text(tokenizer: Any, message: Message, name: str) -> None:
             raise ValueError(f"the special token {match[0]} is in {name}: the chat template and the EOS end an answer")
 
 
+def select_template(tokenizer: Any, options: Options) -> str | None:
+    """The tokenizer's own chat template for a conversation with these `options`, which say whether it has tools: some
+    tokenizers have several templates, by name."""
+    if tokenizer.chat_template is None:
+        return None
+    return str(tokenizer.get_chat_template(tools=options.get("tools")))
+
+
 @lru_cache(maxsize=8)
-def training_template(tokenizer: Any, template: Any) -> str | None:
+def training_template(tokenizer: Any, template: str | None) -> str | None:
     """TRL's variant for training of `template`, the tokenizer's own, which keeps all that messages say and marks what
     the model writes; None if TRL has none, or the template has such marks itself."""
     from trl.chat_template_utils import get_training_chat_template  # TRL is slow to import
@@ -514,17 +522,17 @@ def training_template(tokenizer: Any, template: Any) -> str | None:
         return None
 
 
-def has_marks(template: Any) -> bool:
+def has_marks(template: str | None) -> bool:
     """Whether a chat template marks what the model writes, by {% generation %}."""
     from trl.chat_template_utils import has_generation_markers
 
     return template is not None and has_generation_markers(template)
 
 
-def candidate_templates(tokenizer: Any, all_turns: bool) -> Iterator[tuple[str | None, bool]]:
+def candidate_templates(tokenizer: Any, options: Options, all_turns: bool) -> Iterator[tuple[str | None, bool]]:
     """Chat templates to try, the tokenizer's own as None, and whether to find turns by what the template marks. With
     `all_turns`, marks come first, as in TRL, whose variant writes earlier turns as it writes the last."""
-    template = tokenizer.chat_template
+    template = select_template(tokenizer, options)
     if all_turns and has_marks(template):
         yield None, True
     elif all_turns:
@@ -549,7 +557,7 @@ def trained_parts(
         ValueError: no template writes everything, or a turn cannot be found in the text.
     """
     problem: ValueError | None = None
-    for template, by_marks in candidate_templates(tokenizer, all_turns):
+    for template, by_marks in candidate_templates(tokenizer, options, all_turns):
         with_template = {**options, "chat_template": template}
         try:
             parts, notes = split_parts(messages, tokenizer, chosen, with_template, by_marks)
@@ -708,8 +716,9 @@ def omission_notes(messages: list[Message], tokenizer: Any, options: Options) ->
         text = render(tokenizer, messages, options, add_generation_prompt=True)
         if text == render(tokenizer, nameless, options, add_generation_prompt=True):
             notes.append(NO_NAMES)
+    template = select_template(tokenizer, options) or ""
     for name in options:
-        if name not in TEMPLATE_COLUMNS and name not in tokenizer.get_chat_template():
+        if name not in TEMPLATE_COLUMNS and name not in template:
             notes.append(NO_VARIABLE.format(name))
     return notes
 

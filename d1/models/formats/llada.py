@@ -115,8 +115,9 @@ def llada_from_llama(config: Any) -> dict[str, Any]:
         unsupported["head_dim"] = head_dim
     if getattr(config, "predicts_next_token", False):
         unsupported["predicts_next_token"] = True
-    if getattr(config, "attention_pattern", None) == "causal-context":
-        unsupported["attention_pattern"] = config.attention_pattern
+    attention_pattern = getattr(config, "attention_pattern", None)
+    if attention_pattern not in (None, "full"):
+        unsupported["attention_pattern"] = attention_pattern
     llada_fields = getattr(config, "llada_fields", {})
     block_size = getattr(config, "block_size", None)
     if block_size and "block_size" not in llada_fields:  # LLaDA's code does not read it

@@ -188,6 +188,15 @@ def test_rl_on_top_of_sft_is_found_again_from_the_last_folder(kind_dirs, tmp_pat
         assert_near(logits_of(again), expected)
 
 
+def test_rl_on_top_of_an_adapter_on_the_hub_records_its_name(kind_dirs, tmp_path):
+    train_adapter(load_model(kind_dirs["llada"]), tmp_path / "sft", seed=1)
+    adapted: Any = load_model(tmp_path / "sft")
+    start: Any = merge_adapter(adapted, "org/sft")  # as a stage does with `load_model("org/sft")`
+    train_adapter(start, tmp_path / "rl", seed=2)
+    recorded = json.loads((tmp_path / "rl" / "adapter_config.json").read_text())["base_model_name_or_path"]
+    assert recorded == "org/sft"
+
+
 def with_released_names(folder: Path) -> nn.Module:
     """Nothing but the modules of a released checkpoint, under its own names: what its own code has for PEFT."""
     root = nn.Module()

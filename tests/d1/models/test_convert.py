@@ -350,8 +350,11 @@ def test_a_causal_context_needs_blocks_and_layers_without_windows(kind_dirs, tmp
     source, out = autoregressive(tmp_path / "ar", "llama", 60, 60), tmp_path / "out"
     with pytest.raises(ValueError, match="--causal_context needs --block_size"):
         run("a2d", source, out, "--causal_context")
+    windowed = shutil.copytree(kind_dirs["gemma3_text"], tmp_path / "windowed")
+    for file in source.glob("tokenizer*"):
+        shutil.copy(file, windowed)
     with pytest.raises(ValueError, match="causal-context attention needs a decoder without windows, not gemma3_text"):
-        run("a2d", kind_dirs["gemma3_text"], out, "--causal_context", "--block_size", 8)
+        run("a2d", windowed, out, "--causal_context", "--block_size", 8)
     assert not out.exists()
     for words, reason in (
         (("--keep_shift",), "'predicts_next_token': True"),
@@ -385,7 +388,7 @@ def test_what_cannot_be_converted_is_refused_and_nothing_is_written(kind_dirs, t
     adapter_on(kind_dirs["llama"], tmp_path / "adapter", seed=1)
     source, out = autoregressive(tmp_path / "ar", "llama", 60, 60), tmp_path / "out"
     for words, message in (
-        (["a2d", tmp_path / "adapter", out], "adapter is an adapter: run `python -m d1 merge"),
+        (["a2d", tmp_path / "adapter", out], r"adapter is an adapter, .* fold it into \S+llama with PEFT's"),
         (["a2d", source, out, "--mask_token", "<|endoftext|>"], "is also the eos_token"),
         (["a2d", source, out, "--mask_token", "w5"], "the mask token 'w5' is ordinary text"),
         (["a2d", source, out, "--mask_token", "new"], "the mask token 'new' is ordinary text"),
@@ -408,6 +411,9 @@ def test_what_cannot_be_converted_is_refused_and_nothing_is_written(kind_dirs, t
     assert not out.exists()
     with pytest.raises(ValueError, match="'qwen3' is not a released format"):
         convert.export(str(kind_dirs["sdar"]), str(out), "qwen3")
+    without_tokenizer = shutil.copytree(source, tmp_path / "bare", ignore=shutil.ignore_patterns("*token*"))
+    with pytest.raises(FileNotFoundError, match="bare has no tokenizer, which a2d needs: none of tok"):
+        run("a2d", without_tokenizer, out)
     for words in (["merge", kind_dirs["llama"], "a"], ["a2d", source], ["export", source, "--format", "llada"]):
         with pytest.raises(FileExistsError, match="not an empty folder"):
             run(*words, source)
@@ -716,6 +722,20 @@ def test_an_exported_adapter_keeps_its_own_tokenizer(tiny_model_dir, tmp_path):
     assert load_tokenizer(tmp_path / "out").chat_template.startswith("own")
 
 
+def test_transformers_4_reads_an_exported_tokenizer(tiny_model_dir, tmp_path):
+    """Released code runs on it. It raises for a list of special tokens under the newer name, and for an `auto_map` to
+    code that is not in the folder (4.57)."""
+    source = write_with_tokenizer(tmp_path / "source", "sdar", tiny_model_dir)
+    code = {"AutoTokenizer": ["tokenization_own.OwnTokenizer", None]}
+    edit_json(source / "tokenizer_config.json", tokenizer_class="OwnTokenizer", auto_map=code)
+    run("export", source, tmp_path / "out", "--format", "sdar")
+    fields = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    assert fields["additional_special_tokens"] == ["<user>", "<assistant>", "<system>"]
+    assert not {"extra_special_tokens", "auto_map"} & fields.keys()
+    before, after = load_tokenizer(source), load_tokenizer(tmp_path / "out")
+    assert after.all_special_tokens == before.all_special_tokens
+
+
 def test_the_length_that_a_model_names_is_kept_in_its_released_format(tiny_model_dir, tmp_path):
     base = write_with_tokenizer(tmp_path / "base", "sdar", tiny_model_dir)
     (base / "generation_config.json").write_text(json.dumps({"max_new_tokens": 64, "eos_token_id": 2}))
@@ -751,6 +771,23 @@ def test_a_tied_head_that_a_file_has_is_written_again(tiny_model_dir, tmp_path):
     adapter_on(base, tmp_path / "adapter", seed=1)
     run("merge", base, tmp_path / "adapter", tmp_path / "merged")
     assert read_files(tmp_path / "merged").keys() == read_files(base).keys()
+
+
+@pytest.mark.parametrize(("released", "field"), [("sdar", "tie_word_embeddings"), ("llada", "weight_tying")])
+def test_a_head_that_is_not_the_tied_one_of_the_config_is_untied_in_what_is_written(
+    tiny_model_dir, tmp_path, released, field
+):
+    """Merged adapters are published like this. Code that believes the config would not read the head."""
+    if released == "sdar":
+        base = write_with_tokenizer(tmp_path / "base", "sdar", tiny_model_dir)
+    else:
+        base = shutil.copytree(tiny_model_dir, tmp_path / "base")
+    edit_json(base / "config.json", tie_word_embeddings=True)
+    model: Any = load_model(base)
+    assert model.config.tie_word_embeddings is False
+    run("export", base, tmp_path / "out", "--format", released)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())[field] is False
+    assert torch.equal(logits_of(load_model(tmp_path / "out")), logits_of(model))
 
 
 def test_a_hub_name_is_written_in_the_precision_of_its_files(tiny_model_dir, tmp_path, monkeypatch):

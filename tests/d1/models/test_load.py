@@ -362,6 +362,26 @@ def test_a_generation_config_that_transformers_does_not_save_keeps_what_is_read_
     assert ModelFolder.read(folder).gen_length == ModelFolder.read(tmp_path / "saved").gen_length == 48
 
 
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+def test_a_padding_id_of_minus_one_is_none_in_what_is_saved(tiny_model_dir, tmp_path, file):
+    """Transformers reads such a generation config, makes one of such a config, and saves neither."""
+    folder = shutil.copytree(tiny_model_dir, tmp_path / "model")
+    if file == "config.json":
+        (folder / "generation_config.json").unlink()
+    edit_json(folder / file, pad_token_id=-1)
+    load_model(folder).save_pretrained(tmp_path / "saved")
+    saved = json.loads((tmp_path / "saved" / "generation_config.json").read_text())
+    assert (saved["eos_token_id"], saved.get("pad_token_id")) == (2, None)
+
+
+def test_4_bits_of_weights_whose_dtype_is_unknown_are_refused_in_one_line(tiny_model_dir, tmp_path):
+    folder = shutil.copytree(tiny_model_dir, tmp_path / "model")
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"model: which dtype its weights have is only known .* pass a dtype"):
+        load_model(folder, "auto", quantization="nf4")
+
+
 @pytest.mark.parametrize(
     ("device", "problem"),
     [

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from d1.masking import keyed_generator
 from d1.models import load_model
 from d1.models.attention import ATTENTION, Attention
+from d1.models.convert import export
 from d1.models.head import backbone_and_head
 from d1.models.kinds import KINDS, Kind
 from d1.models.packing import enable_packed_rows, packed_two_stream_states, two_stream_states
@@ -181,3 +182,12 @@ def test_a_cache_that_it_does_not_list_is_refused():
         check_sampler(cached, config)
     ATTENTION["near"] = Attention(near.sees, caches=("dual",))
     check_sampler(cached, config)
+
+
+def test_llada_has_full_attention_alone(folder, tmp_path):
+    ATTENTION["near"] = Attention(lambda config, query, key: (query - key).abs() <= 2)
+    change_config(folder, model_type="llama", attention_pattern="near")
+    with pytest.raises(ValueError, match=r"only a Llama with full attention .*'attention_pattern': 'near'"):
+        export(str(folder), str(tmp_path / "out"), "llada")
+    change_config(folder, attention_pattern="full")
+    export(str(folder), str(tmp_path / "out"), "llada")

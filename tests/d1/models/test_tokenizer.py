@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from d1.models import load_tokenizer
-from d1.models.tokenizer import PLAIN_CHAT_TEMPLATE, encode_prompt, render_prompt
+from d1.models.tokenizer import PLAIN_CHAT_TEMPLATE, encode_prompt, encode_turns, render_prompt
 from d1.tasks import few_shot_messages, load_task
 from tests.faults import edit_json
 
@@ -268,3 +269,22 @@ def test_an_id_that_no_token_has_names_no_token(tiny_model_dir, tmp_path, number
     edit_json(folder / "config.json", mask_token_id=number)
     with pytest.raises(ValueError, match="names a mask_token: name one"):
         load_tokenizer(folder)
+
+
+@pytest.mark.parametrize("all_turns", [False, True])
+@pytest.mark.parametrize("marks", [False, True])
+def test_of_templates_with_names_the_one_that_writes_the_conversation_counts(tiny_model_dir, all_turns, marks):
+    """Hermes and Command R have a template `default` and one for tools."""
+    tokenizer: Any = load_tokenizer(tiny_model_dir)
+    if not marks:
+        tokenizer.chat_template = re.sub(r"{% (end)?generation %}", "", tokenizer.chat_template)
+    chat = [user("ab"), {"role": "assistant", "content": "c"}, user("d"), {"role": "assistant", "content": "e"}]
+    unread = [*chat[:-1], {**chat[-1], "reasoning_content": "f"}]
+    expected = encode_turns(chat, tokenizer, "the answer", {"depth": 1}, all_turns=all_turns)
+    with pytest.raises(ValueError, match=r": the chat template writes it in|leaves out reasoning_content") as error:
+        encode_turns(unread, tokenizer, "the answer", all_turns=all_turns)
+
+    tokenizer.chat_template = {"default": tokenizer.chat_template, "tool_use": "{{ depth }}"}
+    assert encode_turns(chat, tokenizer, "the answer", {"depth": 1}, all_turns=all_turns) == expected
+    with pytest.raises(ValueError, match=re.escape(str(error.value))):
+        encode_turns(unread, tokenizer, "the answer", all_turns=all_turns)
