@@ -100,4 +100,3 @@ def test_hints_are_refused_before_the_model_is_loaded(tiny_causal_dir, tmp_path)
     args = DiffuGRPOConfig(output_dir=str(tmp_path), report_to="none", hints="small_chunks", max_completion_length=8)
     with pytest.raises(ValueError, match="--hints small_chunks: "):
         check_config(native_config(str(tiny_causal_dir))[0], 8, args)
-
