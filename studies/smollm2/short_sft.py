@@ -41,8 +41,8 @@ LEFT_TO_RIGHT = ("--masked_weight", "0", "--causal_weight", "1")
 SHORT_ARMS: dict[str, tuple[str, int, Sequence[tuple[str, ...]]]] = {
     "shift": ("shift", ARMS["shift"].block, [CO_LOSS]),
     "in_place": ("in_place", ARMS["in_place"].block, [CO_LOSS]),
-    "ar": ("shift", 1, [LEFT_TO_RIGHT]),  # in blocks of one token, it is the autoregressive model
     "ar_first": ("shift", ARMS["shift"].block, [LEFT_TO_RIGHT, CO_LOSS]),
+    "ar": ("shift", 1, [LEFT_TO_RIGHT]),  # in blocks of one token, it is the autoregressive model
 }
 
 logger = logging.getLogger(__name__)
