@@ -43,7 +43,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--task", choices=NAMES, help="default: the first one whose problems can be read")
     parser.add_argument("--seed", type=SEED, default=0, help="seed of SFT and RL")
     parser.add_argument("--output_dir", help="results go to its folder TASK; default: runs/smollm")
-    parser.add_argument("--limit", type=COUNT, default=500, help="test problems per evaluation (default: 500)")
+    parser.add_argument("--limit", type=COUNT, help="test problems per evaluation (default: 500, with --tiny 4)")
     parser.add_argument("--tiny", action="store_true", help="a tiny random model, and a few steps and problems")
     return parser
 
@@ -150,7 +150,7 @@ def main(args: argparse.Namespace) -> Path:
         name, faults = first_readable()
     for fault in faults:
         console.print(fault, markup=False)
-    problems, limit = problems_of(name), 4 if args.tiny else args.limit
+    problems, limit = problems_of(name), args.limit or (4 if args.tiny else 500)
     folder = results / name
     source = problems.train_file or f"the task {problems.task}"
     console.print(f"SmolLM2-135M, {name}, seed {args.seed}: problems of {source}; results in {folder}", markup=False)

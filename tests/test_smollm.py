@@ -192,6 +192,24 @@ def test_a_relative_output_folder_counts_from_the_folder_of_the_user(monkeypatch
     assert found == [tmp_path / "mine" / "words"]
 
 
+@pytest.mark.parametrize(
+    ("words", "limit"), [(["--tiny"], 4), (["--tiny", "--limit", "6"], 6), ([], 500), (["--limit", "6"], 6)]
+)
+def test_the_limit_of_a_run_is_the_one_asked_for(words, limit, monkeypatch, tmp_path):
+    """A tiny run has fewer problems only by default."""
+
+    def stop(phases: Any, *_: Any) -> None:
+        command = [*phases[-1].command]
+        assert command[command.index("--limit") + 1] == str(limit)
+        raise PhaseError("stopped")
+
+    monkeypatch.setattr(smollm_run, "run_phases", stop)
+    monkeypatch.setattr(smollm_run, "speed_of_products", lambda: 1e12)
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(PhaseError):
+        main(make_parser().parse_args([*words, "--task", "words", "--output_dir", str(tmp_path)]))
+
+
 def test_a_tiny_model_that_was_stopped_is_made_again(monkeypatch, tmp_path):
     """It has its weights, and no tokenizer yet."""
     (tmp_path / "tiny").mkdir()  # as the command does

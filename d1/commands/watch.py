@@ -23,7 +23,7 @@ from d1.ranges import AMOUNT, NATURAL, setting
 from d1.runs.cli import SettingsParser
 from d1.runs.turns import TurnFlags, check_turn_flags
 from d1.sampling.settings import ModelFlags, sampling_settings
-from d1.show.film import Film, Judge, filmed, harmless, judge_of, piece, without_folders
+from d1.show.film import Film, Judge, filmed, harmless, judge_of, labels_of, piece, without_folders
 from d1.tasks import SPLITS, TASKS, load_task
 
 if TYPE_CHECKING:
@@ -91,22 +91,28 @@ def changed(args: WatchFlags) -> WatchFlags:
 
 def titles(runs: list[WatchFlags]) -> list[str]:
     """A title per run: the flags that differ between the runs, or the model's name if there are none."""
-    flags = []
-    for args in runs:
-        flags.append(vars(args) | {"against": None, "model_path": Path(args.model_path).name or args.model_path})
+    flags = [vars(args) | {"against": None} for args in runs]
     differing = [name for name in flags[0] if any(values[name] != flags[0][name] for values in flags)]
-    names = differing or ["model_path"]
+    columns = [describe(name, [values[name] for values in flags]) for name in differing or ["model_path"]]
+    return [", ".join(texts) for texts in zip(*columns, strict=True)]
 
-    def describe(name: str, value: Any) -> str:
-        if name == "model_path":
-            return str(value)
+
+def describe(name: str, values: Sequence[Any]) -> list[str]:
+    """A flag with its value in each run. Folders of the same name are told apart by those above them."""
+    if name == "model_path":
+        names = [Path(value).name or value for value in values]
+        if len({*names}) < len({*values}):
+            names = labels_of([Path(value) for value in values])
+        return names
+    texts = []
+    for value in values:
         if value is True:
-            return name
-        if value in (None, False):
-            return f"no {name}"
-        return f"{name} {without_folders(value)}"
-
-    return [", ".join(describe(name, values[name]) for name in names) for values in flags]
+            texts.append(name)
+        elif value is None or value is False:
+            texts.append(f"no {name}")
+        else:
+            texts.append(f"{name} {without_folders(value)}")
+    return texts
 
 
 def check_arguments(args: WatchFlags) -> None:
@@ -151,7 +157,7 @@ def rehearse(
     args = resolve_canvas(args, folder)
     config = folder.config
     # Errors of tools come before the weights are read.
-    toolbox, functions = tools_of(args, sampling_settings(args, config).gen_length, tokenizer, config)
+    toolbox, functions = tools_of(args, sampling_settings(args, config), tokenizer, config)
     model = model_of(args, folder, loaded)
     settings = sampling_settings(args, model.config)
     messages, template_options = toolbox.add_tool_instructions(row["prompt"], functions)

@@ -19,7 +19,7 @@ import sys
 TYPE_CHECKING = False  # read by type checkers like typing.TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from typing import Any, NoReturn
+    from typing import Any
 
 MIB = 1 << 20
 MODULE = "__solution__"  # the name of the program as a module, for the tests
@@ -37,7 +37,7 @@ PLAIN: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
     ),
     "u": (
         str,
-        lambda value: str(value).encode("utf-8", "surrogatepass").hex(),
+        lambda value: str.encode(value, "utf-8", "surrogatepass").hex(),  # `str(value)` of an Enum is another text
         lambda text: bytes.fromhex(text).decode("utf-8", "surrogatepass"),
     ),
     "y": (bytes, lambda value: value.hex(), bytes.fromhex),
@@ -68,6 +68,11 @@ def detach_pipes() -> tuple[Any, Any]:
         os.dup2(null, stream)
     os.environ.clear()
     return reader, writer
+
+
+def execute(source: str, file: str, names: dict[str, Any]) -> None:
+    """Runs source code with its own `from __future__` imports, not with those of this file."""
+    exec(compile(source, file, "exec", dont_inherit=True), names)
 
 
 def pack(value: Any, reference: Any) -> str:
@@ -151,7 +156,7 @@ def answer_calls(limits: dict[str, Any]) -> None:
         message = unpack(line.decode(), objects.__getitem__)
         try:
             if number == 0:
-                exec(compile(message, "solution.py", "exec"), vars(module))
+                execute(message, "solution.py", vars(module))
                 reply("value", None, [])
                 continue
             operation, arguments, named = message
@@ -172,10 +177,13 @@ def run_alone(limits: dict[str, Any]) -> None:
     program = unpack(orders.readline().decode(), None)
     output.write(READY)
     output.flush()
+    module = type(sys)("__main__")
+    sys.modules["__main__"] = module
+    sys.argv = ["program.py"]
     os.dup2(output.fileno(), 1)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # the kernel may end the process
     try:
-        exec(compile(program, "program.py", "exec"), {"__name__": "__main__"})
+        execute(program, "program.py", vars(module))
     except SystemExit as end:
         if end.code is not None and not isinstance(end.code, int):
             sys.stdout.write(f"{end.code}\n")
@@ -313,20 +321,21 @@ def run_tests(limits: dict[str, Any], calls: int, replies: int) -> None:
     module = program.remote(0)
     # The setup runs first, so that it cannot replace what the program defines.
     names: dict[str, Any] = {"__name__": "tests"}
-    exec(compile(order["setup"], "setup.py", "exec"), names)
+    execute(order["setup"], "setup.py", names)
     for name in order["names"]:
         names[name] = module if name == MODULE else getattr(module, name)
     names["__case__"] = lambda number: Case(verdicts, number)
-    exec(compile(order["source"], "tests.py", "exec"), names)
+    execute(order["source"], "tests.py", names)
 
 
-def main() -> NoReturn:
+def main() -> None:
     limits = unpack(sys.argv[1], None)
     arguments = sys.argv[2:]
     try:
         if arguments == ["show"]:
             run_alone(limits)
-        elif arguments:
+            return  # the interpreter waits for the program's threads, which may print
+        if arguments:
             run_tests(limits, *map(int, arguments))
         else:
             answer_calls(limits)

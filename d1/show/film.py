@@ -195,6 +195,17 @@ def without_folders(value: Any) -> str:
     return str(value)
 
 
+def labels_of(folders: Sequence[Path]) -> list[str]:
+    """The names of folders, with as many folders above them as make them different."""
+    parts = [folder.resolve().parts for folder in folders]
+    labels: list[str] = []
+    for count in range(1, max(map(len, parts)) + 1):
+        labels = ["/".join(names[-count:]) for names in parts]
+        if len({*labels}) == len({*parts}):
+            break
+    return labels
+
+
 def piece(tokenizer: Any, token: int) -> str:
     """The text of a token inside a longer text: with the space before it, which many tokenizers drop at the start."""
     single = tokenizer.decode([token], clean_up_tokenization_spaces=False)
@@ -203,15 +214,17 @@ def piece(tokenizer: Any, token: int) -> str:
 
 
 def harmless(text: str, allowed: str = "\n\t") -> str:
-    """A model's text, made safe for a terminal. Characters that move the cursor or change the direction of writing, and
-    lone surrogates, are shown by their number, such as "⟨1B⟩" for the escape of ANSI codes, unless they are `allowed`.
+    """A model's text, made safe for a terminal and for XML. Characters that move the cursor or change the direction of
+    writing, lone surrogates, U+FFFE and U+FFFF are shown by their number, such as "⟨1B⟩" for the escape of ANSI codes,
+    unless they are `allowed`.
     """
     shown = []
     for character in text:
         kind = unicodedata.category(character)
         changes_direction = kind == "Cf" and unicodedata.bidirectional(character) != "BN"
         is_control = kind in ("Cc", "Cs", "Zl", "Zp") or changes_direction
-        shown.append(f"⟨{ord(character):X}⟩" if is_control and character not in allowed else character)
+        is_forbidden = is_control or character in "\ufffe\uffff"  # no XML file can hold the last two
+        shown.append(f"⟨{ord(character):X}⟩" if is_forbidden and character not in allowed else character)
     return "".join(shown)
 
 
@@ -222,6 +235,8 @@ def visible(text: str) -> str:
 
 def colour(logp: float) -> str:
     """The colour of a token's probability: `COLOURS` divide [0, 1] into equal parts."""
+    if math.isnan(logp):  # of a damaged model, whose rollout ends with an error
+        return COLOURS[0]
     return COLOURS[min(len(COLOURS) - 1, int(math.exp(min(logp, 0.0)) * len(COLOURS)))]
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import html
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,7 +26,7 @@ from d1.files import read_object, valid_unicode
 from d1.ranges import setting
 from d1.runs.cli import SettingsParser
 from d1.show.curves import WIDTH, legend, panel_svg, panels, running_mean, save_figure, widen
-from d1.show.film import Film, verdict, without_folders
+from d1.show.film import Film, labels_of, verdict, without_folders
 from d1.show.page import Scene, film_page
 
 PANELS = {  # a metric in the logs -> the title of its panel, in the report and the picture
@@ -185,18 +184,9 @@ def scenes_of(run: Path, label: str) -> list[Scene]:
     return changed + unchanged
 
 
-def labels_of(runs: Sequence[Path]) -> list[str]:
-    """The names of the runs' folders, with as many folders above them as make them different."""
-    parts = [run.resolve().parts for run in runs]
-    labels: list[str] = []
-    for count in range(1, max(map(len, parts)) + 1):
-        labels = ["/".join(names[-count:]) for names in parts]
-        if len({*labels}) == len({*parts}):
-            break
-    return labels
-
-
 def main(args: ReportFlags) -> None:
+    if args.output and not args.output.suffix:
+        raise ValueError(f"--output {args.output} is no PNG or SVG: name a file, such as {args.output / 'curves.png'}")
     runs = [Path(run) for run in args.runs]
     labels = labels_of(runs)
     if args.html:

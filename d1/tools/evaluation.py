@@ -16,20 +16,22 @@ from d1.runs.turns import TurnFlags, TurnSettings
 from d1.sampling import Rollout
 from d1.sampling.loop import Stops
 from d1.sampling.passes import KVCacheRows
+from d1.sampling.settings import SamplingSettings, refuse_scdd, sampling_settings
 from d1.tools.calls import Functions, Message
 from d1.tools.functions import load_tools
 from d1.tools.turns import Episode, Toolbox
 
 
 def tools_of(
-    flags: TurnFlags, gen_length: int, tokenizer: Any, config: Any, template: dict[str, Any] | None = None
+    flags: TurnFlags, sampling: SamplingSettings, tokenizer: Any, config: Any, template: dict[str, Any] | None = None
 ) -> tuple[Toolbox, dict[str, Callable[..., Any]]]:
     """What the turns of an evaluation share, and its tools by name; without tools, nothing reads the first. ValueError
-    if tools are given and the model of this `config` has no mask token, or its vocabulary cannot write a call.
-    `template`: arguments of the chat template."""
+    if tools are given and the model of this `config` has no mask token, its vocabulary cannot write a call, or the
+    sampler has no turns. `template`: arguments of the chat template."""
     if flags.tools:
         require_masks(config, "a run with tools")
-    settings = TurnSettings.from_attributes(flags, gen_length, config)
+        refuse_scdd(sampling, "a run with tools")
+    settings = TurnSettings.from_attributes(flags, sampling.gen_length, config)
     functions = {tool.__name__: tool for tool in load_tools(flags.tools or ())}
     toolbox = Toolbox(tokenizer, end_ids(tokenizer), settings, flags.tool_format, template)
     if functions:
@@ -42,7 +44,8 @@ class Episodes(SingleTurn):
 
     def __init__(self, args: EvalRun, tokenizer: Any, config: Any) -> None:
         super().__init__(args, tokenizer)
-        self.toolbox, self.functions = tools_of(args, args.gen_length, tokenizer, config, args.chat_template_kwargs)
+        sampling = sampling_settings(args)
+        self.toolbox, self.functions = tools_of(args, sampling, tokenizer, config, args.chat_template_kwargs)
 
     def add_instructions(self, messages: Sequence[Message]) -> tuple[Sequence[Message], Mapping[str, Any]]:
         return self.toolbox.add_tool_instructions(messages, self.functions)

@@ -98,7 +98,7 @@ def calculator(expression: str) -> str:
         raise ValueError("the result is too large") from None
 
 
-PYTHON = Limits(seconds=10.0, cpu_seconds=4)
+PYTHON = Limits(seconds=8.0, cpu_seconds=4)  # less than `TurnSettings.tool_seconds`, which would drop what it prints
 
 
 def python(program: str) -> str:

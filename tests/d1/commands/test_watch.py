@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from d1.__main__ import main, make_parser
+from d1.commands.watch import changed, titles
 from d1.masking import keyed_generator
 from d1.models import load_model, load_tokenizer
 from d1.models.tokenizer import encode_prompt, render_prompt
@@ -77,6 +78,30 @@ def test_before_and_after_are_two_models_of_one_prompt(tiny_model_dir, tmp_path)
     assert (before["title"], after["title"]) == ("base", tiny_model_dir.name)
     assert before["prompt"] != after["prompt"]  # each in its own chat template
     assert len(before["tokens"]) == len(after["tokens"]) == 8
+
+
+def test_a_title_has_the_number_zero():
+    flags = ["--model_path", POCKET, "--prompt", "a", "--against", "seed=0", "temperature=0.5", "eos_stop"]
+    args = make_parser().parse_args(["watch", "--seed", "5", *flags])
+    assert [{*title.split(", ")} for title in titles([args, changed(args)])] == [
+        {"seed 5", "temperature 0.0", "no eos_stop"},
+        {"seed 0", "temperature 0.5", "eos_stop"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("paths", "names"),
+    [
+        (("runs/a/checkpoint-10", "runs/b/checkpoint-10"), ["a/checkpoint-10", "b/checkpoint-10"]),
+        (("one/Model-8B", "two/Model-8B"), ["one/Model-8B", "two/Model-8B"]),
+        (("pocket/base", "runs/grpo"), ["base", "grpo"]),
+    ],
+)
+def test_models_of_one_name_have_different_titles(paths, names):
+    first, second = paths
+    flags = ["--model_path", first, "--prompt", "a", "--against", f"model_path={second}"]
+    args = make_parser().parse_args(["watch", *flags])
+    assert titles([args, changed(args)]) == names
 
 
 @pytest.mark.parametrize("blocks", [False, True])

@@ -9,10 +9,13 @@ from d1.eval import run as evaluation
 from d1.eval.completions import setup_name
 from d1.masking import keyed_generator
 from d1.models import load_model, load_tokenizer
-from d1.runs.turns import TurnSettings
-from d1.sampling import rollout
+from d1.models.folder import ModelFolder
+from d1.runs.turns import TurnFlags, TurnSettings
+from d1.sampling import SamplingSettings, rollout
 from d1.tools.calls import FORMATS
+from d1.tools.evaluation import tools_of
 from d1.tools.turns import Episode, Toolbox
+from tests.commands import ROOT
 from tests.d1.rl.tool_runs import CALLS, repeat
 
 TOOL = '''
@@ -115,3 +118,10 @@ def test_flags_that_contradict_tools_are_refused(tiny_model_dir, tmp_path, flags
     required = ["--model_path", str(tiny_model_dir), "--dataset", "sudoku", "--output_dir", str(tmp_path)]
     with pytest.raises(ValueError, match=said):
         evaluation.main(evaluation.make_parser().parse_args([*required, *flags]))
+
+
+def test_a_sampler_without_turns_is_refused_before_the_weights_are_read():
+    folder = ROOT / "pocket" / "products_base"
+    sampling = SamplingSettings(gen_length=12, block_length=4, steps=6, sampler="scdd", temperature=1.0)
+    with pytest.raises(ValueError, match=r"^a run with tools has no sampler scdd"):
+        tools_of(TurnFlags(tools=["calculator"]), sampling, load_tokenizer(folder), ModelFolder.read(folder).config)

@@ -422,6 +422,20 @@ def test_plain_values_come_back_as_they_were(value: Any) -> None:
     assert typed(unpack(pack(value, None), None)) == typed(value)
 
 
+def test_a_program_has_no_future_imports_that_it_does_not_make() -> None:
+    assert passed("def f(x: List[int]):\n    return 3", cases("f([1]) == 3")) == set()  # a NameError in Python, too
+    program = "from dataclasses import dataclass, fields\n@dataclass\nclass A:\n    x: int\n"
+    program += "def f():\n    return fields(A)[0].type is int"
+    assert passed(program, cases("f()")) == {0}
+    assert passed(f"from __future__ import annotations\n{program}", cases("not f()")) == {0}
+
+
+def test_a_text_of_a_class_of_its_own_comes_back_as_the_text_that_it_equals() -> None:
+    """Its `__str__` says something else: "C.RED"."""
+    program = "from enum import Enum\nclass C(str, Enum):\n    RED = 'red'\ndef f():\n    return C.RED"
+    assert passed(program, cases("f() == 'red'")) == {0}
+
+
 # ---- without a sandbox
 
 

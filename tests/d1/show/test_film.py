@@ -22,7 +22,7 @@ from tests.d1.sampling.reference import EDITORS, MASK, make_prompts, sharper
 
 # What a model could write to do harm in a display.
 EVIL = "</script><script>document.title='owned'</script>"
-ANSI = "\x1b[2J\x1b]0;owned\x07"
+ANSI = "\x1b[2J\x1b]0;owned\x07\ufffe"
 TURNED = "\u202eabc\u2028"
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -137,9 +137,9 @@ def test_a_token_is_laid_out_as_spaces_text_and_line_ends(token, laid_out):
 
 
 def test_what_acts_on_the_text_around_it_is_shown_by_its_number():
-    assert visible(ANSI) == "⟨1B⟩[2J⟨1B⟩]0;owned⟨7⟩"
+    assert visible(ANSI) == "⟨1B⟩[2J⟨1B⟩]0;owned⟨7⟩⟨FFFE⟩"
     assert visible(TURNED) == "⟨202E⟩abc⟨2028⟩"
-    assert visible("\r\x85\ud800") == "⟨D⟩⟨85⟩⟨D800⟩"
+    assert visible("\r\x85\ud800\ufffe\uffff") == "⟨D⟩⟨85⟩⟨D800⟩⟨FFFE⟩⟨FFFF⟩"
     assert harmless("line\n\tand عربي\u200cها\r") == "line\n\tand عربي\u200cها⟨D⟩"
     assert visible("é 东京 👩\u200d🔬\n") == "é 东京 👩\u200d🔬↵\n"
 
@@ -204,6 +204,15 @@ def test_a_terminal_gets_the_canvas_in_place_and_no_escape_of_the_models():
     frames = text.split("╭")
     assert [frame.count("░") for frame in frames[1:4]] == [4, 2, 1]
     assert all("underlined: just revealed ─" in frame for frame in frames[1:4])  # and no word on corrected tokens
+
+
+def test_a_log_probability_that_is_not_a_number_has_the_colour_of_the_unsure():
+    """The rollout of a damaged model ends with an error of its own, which the display must not come before."""
+    film = evil_film()
+    film.logps = [math.nan] * 6
+    console = Console(file=io.StringIO(), force_terminal=True, width=60)
+    assert play(partial_films(film), console, total=3) is film
+    assert colour(math.nan) == colour(-math.inf)
 
 
 def test_what_is_no_terminal_gets_a_line_a_step_and_the_text():

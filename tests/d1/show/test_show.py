@@ -9,7 +9,8 @@ import pytest
 
 from d1.runs.tables import aligned_table, markdown_table
 from d1.show.curves import MARKED, legend, panel_svg, panels, running_mean, save_figure, widen
-from d1.show.report import labels_of
+from d1.show.film import labels_of
+from d1.show.report import main, make_parser
 
 
 def test_tables_are_markdown_or_aligned():
@@ -27,6 +28,16 @@ def test_tables_are_markdown_or_aligned():
 )
 def test_the_labels_of_runs_tell_different_folders_apart(runs, labels):
     assert labels_of([Path(run) for run in runs]) == labels
+
+
+@pytest.mark.parametrize("output", ["curves", "runs/grpo"])
+def test_a_picture_without_an_ending_is_refused_before_any_run_is_read(output):
+    """Matplotlib would write curves.png, or a picture next to a folder."""
+    args = make_parser().parse_args(["runs/grpo", "--output", output])
+    with pytest.raises(
+        ValueError, match=rf"^--output {output} is no PNG or SVG: name a file, such as {output}/curves.png"
+    ):
+        main(args)
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from d1.masking import keyed_generator
+from d1.runs.turns import TurnSettings
 from d1.sandbox import SandboxError, working_python
-from d1.tools.functions import MAX_TEXT, calculator, call, check_tools, load_tools, python
+from d1.tools.functions import END_SECONDS, MAX_TEXT, PYTHON, calculator, call, check_tools, load_tools, python
 from tests.sandbox import skip_without_sandbox
 
 
@@ -75,6 +76,12 @@ def test_the_calculator_computes_nothing_else_and_nothing_large(expression, said
         ("open('/etc/passwd')", "FileNotFoundError: [Errno 2] No such file or directory: '/etc/passwd'"),
         ("import os\nprint(1)\nos._exit(3)", "1\nSystemExit: it ended with status 3"),
         ("import os\nprint(1)\nos.close(1)", "1"),
+        ("import pickle\nclass A: pass\nprint(type(pickle.loads(pickle.dumps(A()))))", "<class '__main__.A'>"),
+        ("def f(x: Missing): pass", "NameError: name 'Missing' is not defined"),
+        (
+            "import threading, time\nthreading.Thread(target=lambda: time.sleep(0.1) or print(4)).start()\nprint(3)",
+            "3\n4",
+        ),
     ],
 )
 def test_python_returns_what_a_program_prints_and_its_error(program, said):
@@ -99,6 +106,11 @@ def test_python_ends_a_program_that_floods_or_hangs(monkeypatch):
     )
     silent = "import os\nprint(1)\nos.close(1)\nwhile True:\n    pass"
     assert python(silent) == "1\nTimeoutError: killed, after 1 s of processor time or for memory"
+
+
+def test_python_ends_its_program_before_the_call_is_given_up():
+    """So that the model reads what was printed."""
+    assert TurnSettings.tool_seconds > PYTHON.seconds + END_SECONDS
 
 
 def test_a_run_with_python_does_not_start_without_a_sandbox(monkeypatch):
