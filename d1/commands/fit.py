@@ -20,6 +20,7 @@ import yaml
 
 from d1.ranges import AMOUNT, BELOW_ONE, COUNT, NATURAL, Range, setting
 from d1.rl.methods import METHODS
+from d1.runs.cli import read_settings
 from d1.sampling.settings import DTYPES
 
 COMPLETIONS = 96  # per optimizer step of RL, as in run.sh
@@ -32,9 +33,19 @@ PER_STAGE: dict[str, dict[str, Any]] = {
     "eval": {"batch": 8, "length": 712},
 }
 WITH_CONFIG = ("config", "card", "rows", "utilisation", "gpus", "zero")  # flags that go with --config
+READ_BY = {  # flags that not all stages read
+    **dict.fromkeys(("lora_r", "lora_targets", "gradient_checkpointing"), ("sft", "rl", "prefer")),
+    "block_length": ("rl", "eval"),
+    "edit_turns": ("sft",),
+    "num_views": ("prefer",),
+    "views_at_once": ("rl", "prefer"),
+    "max_completion_length": ("rl", "prefer"),
+    **dict.fromkeys(("method", "beta", "diffusion_steps", "edit_threshold", "steps_per_generation"), ("rl",)),
+}
 HARDWARE_DEFAULTS: dict[str, Any] = {"gpus": 1, "zero": 0, "card": "H100"}
 HARDWARE = re.compile(r"^# Hardware: (\d+) GPUs? with \d+ GB(?: each)? \((.+)\)$", re.MULTILINE)
 LAUNCH = re.compile(r"--config_file (\S+)")
+CHECKOUT = Path(__file__).parents[2]
 ROWS = {  # to train on, by data set
     **{"gsm8k": 7473, "simplescaling/s1K": 1000, "allenai/tulu-3-sft-mixture": 939343},
     # Of its folder in $D1_FILES, and of these problems with new numbers, as the recipe of SmolLM2 makes them
@@ -121,6 +132,19 @@ class FitRun(FitFlags):
     steps_per_generation: int
 
 
+def check_flags(flags: FitFlags) -> None:
+    """Raise ValueError for flags of one stage that say too little, or that nothing would read."""
+    if flags.model_path is None or flags.stage is None:
+        raise ValueError("fit needs --model_path and --stage, or a --config file of SFT or RL settings")
+    for name in ("card", "rows", "utilisation"):
+        if getattr(flags, name) is not None:
+            raise ValueError(f"--{name} would do nothing: hours are computed for a --config file alone")
+    for flag in fields(FitFlags):
+        stages = READ_BY.get(flag.name, (flags.stage,))
+        if flags.stage not in stages and getattr(flags, flag.name) != flag.default:
+            raise ValueError(f"--{flag.name} would do nothing: --stage {flags.stage} does not read it")
+
+
 def with_recipe(args: FitFlags) -> FitRun:
     """The arguments, with those of the stage's recipe where none were given."""
     values = vars(args) | {"load_in_4bit": args.stage == "rl" and args.lora_r > 0}
@@ -161,12 +185,13 @@ def method_sizes(args: FitRun, block_size: int | None, uniform: bool = False) ->
     from d1.rl.config import DiffuGRPOConfig
 
     method = str(args.method)
+    group = METHODS[method].scale.get("num_generations", 2)
     settings: dict[str, Any] = {
         "gradient_accumulation_steps": args.steps_per_generation,
         "steps_per_generation": args.steps_per_generation,
-        # The smallest batch: rows are counted elsewhere.
-        "per_device_train_batch_size": 2,
-        "num_generations": 2,
+        # One group: rows are counted elsewhere.
+        "per_device_train_batch_size": group,
+        "num_generations": group,
     }
     for name in ("max_completion_length", "diffusion_steps", "block_length"):
         if name not in METHODS[method].values and getattr(args, name) is not None:
@@ -191,6 +216,7 @@ class Recipe(NamedTuple):
     """A run that a file describes."""
 
     flags: dict[str, Any]  # those of `d1 fit`
+    sizes: dict[str, Any]  # of RL: fields of `FitSettings` that its settings determine
     config: Any  # of its model
     steps: int  # of the optimizer
     steps_per_rollout: int  # of RL, else 1
@@ -211,12 +237,15 @@ def hardware_of(file: Path) -> dict[str, Any]:
     launch_line = LAUNCH.search(text)
     if launch_line is None:
         return hardware
-    launch_file = file.resolve().parents[1] / launch_line[1]
-    if launch_file.is_file():
-        launch = yaml.safe_load(launch_file.read_text(encoding="utf-8"))
-        hardware["zero"] = launch.get("deepspeed_config", {}).get("zero_stage", 0)
-        if launch.get("distributed_type") == "FSDP":  # weights, gradients and optimizer are split as by ZeRO-3
-            hardware["zero"] = 3
+    # The command is for the folder of the repository, of which the file, or a copy of it, may be anywhere.
+    for folder in (file.resolve().parent.parent, Path.cwd(), CHECKOUT):
+        launch_file = folder / launch_line[1]
+        if launch_file.is_file():
+            launch = yaml.safe_load(launch_file.read_text(encoding="utf-8"))
+            hardware["zero"] = launch.get("deepspeed_config", {}).get("zero_stage", 0)
+            if launch.get("distributed_type") == "FSDP":  # weights, gradients and optimizer are split as by ZeRO-3
+                hardware["zero"] = 3
+            break
     return hardware
 
 
@@ -228,6 +257,24 @@ def rows_of(name: str, data_file: str | None, rows: int | None) -> int:
     if not count:
         raise ValueError(f"the number of rows of {data_file or name} is not known: add --rows N")
     return count
+
+
+def has_rl_settings(file: Path) -> bool:
+    """Whether a file's settings are those of RL, and not of SFT: the parser of RL knows more of their names."""
+    from d1.sft.train import make_parser as sft_parser
+
+    unknown_to_sft = unknown_names(file, sft_parser())
+    if not unknown_to_sft:
+        return False
+    from d1.rl.train import make_parser as rl_parser  # imports TRL
+
+    return len(unknown_names(file, rl_parser())) < len(unknown_to_sft)
+
+
+def unknown_names(file: Path, parser: argparse.ArgumentParser) -> list[Any]:
+    """The settings in a file that a parser has no flag for."""
+    flags = {flag for action in parser._actions for flag in action.option_strings}
+    return [name for name in read_settings(file) if f"--{name}" not in flags]
 
 
 def sft_recipe(file: Path, gpus: int, rows: int | None) -> Recipe:
@@ -278,25 +325,28 @@ def sft_recipe(file: Path, gpus: int, rows: int | None) -> Recipe:
         # The canvases of a batch are decoded once more, without gradients, if one of its rows is conditioned.
         is_conditioned = 1 - (1 - args.self_conditioning) ** batch
         parts["forward"] += rows_of_run * config.canvas_length * is_conditioned
-    return Recipe(flags, config, steps, 1, parts, args.max_length)
+    return Recipe(flags, {}, config, steps, 1, parts, args.max_length)
 
 
 def rl_recipe(file: Path, gpus: int, rows: int | None) -> Recipe:
     """The RL run that a file describes, on this many GPUs; passes and rollouts come from the plan of the run itself."""
     import torch
 
+    from d1.commands.rl_memory import fields_of
     from d1.models.attention import has_causal_context
-    from d1.models.kinds import block_size
+    from d1.models.kinds import block_size, has_masks
     from d1.rl.config import plan
     from d1.rl.train import make_parser
 
     words = ["--config", str(file), *([] if torch.cuda.is_available() else ["--use_cpu", "true"])]
-    settings = yaml.safe_load(file.read_text(encoding="utf-8"))
+    settings = read_settings(file)
     # One process here does what the GPUs do together.
     for name in ("gradient_accumulation_steps", "steps_per_generation"):
         if name in settings or name == "gradient_accumulation_steps":
             words += [f"--{name}", str(gpus * int(settings.get(name, 1)))]
     args, model = make_parser().parse_args_and_config(words)
+    if args.model_path is None:
+        raise ValueError(f"--config {file} names no model: add a line model_path: FOLDER_OR_NAME to a copy of it")
     config = config_of(args.model_path)
     size = block_size(config)
     args.block_length = args.block_length or size or 32
@@ -306,7 +356,10 @@ def rl_recipe(file: Path, gpus: int, rows: int | None) -> Recipe:
     numbers = plan(args, rows_of(args.dataset, args.data_file, rows), size)
     length = args.max_prompt_length + args.max_completion_length
 
-    # What takes memory
+    # What takes memory on one GPU
+    args.gradient_accumulation_steps //= gpus
+    args.steps_per_generation //= gpus
+    sizes = fields_of(args, length, args.max_completion_length, size, uniform=not has_masks(config))
     dtype = "bfloat16"  # the default on a GPU
     if not settings.get("bf16", True):
         dtype = model.dtype or "float32"
@@ -325,7 +378,7 @@ def rl_recipe(file: Path, gpus: int, rows: int | None) -> Recipe:
         "block_length": args.block_length,
         "edit_threshold": args.edit_threshold,
         "views_at_once": args.views_at_once,
-        "steps_per_generation": args.steps_per_generation // gpus,
+        "steps_per_generation": args.steps_per_generation,
         "merged_rollouts": args.merged_rollouts,
         "gradient_checkpointing": args.gradient_checkpointing,
         "dtype": dtype,
@@ -360,7 +413,7 @@ def rl_recipe(file: Path, gpus: int, rows: int | None) -> Recipe:
             tokens = scored * passes
         parts[purpose] = float(completions * tokens)
     per_rollout = max(1, numbers["optimizer steps"] // max(1, numbers["rollouts"]))
-    return Recipe(flags, config, numbers["optimizer steps"], per_rollout, parts, length)
+    return Recipe(flags, sizes, config, numbers["optimizer steps"], per_rollout, parts, length)
 
 
 def window_tokens(sampling: Any, length: int, shift: bool) -> int:
@@ -412,7 +465,7 @@ def hours_of(recipe: Recipe, args: FitRun) -> tuple[dict[str, float], str]:
 
 
 def with_config(args: FitFlags) -> tuple[FitRun, Recipe]:
-    """The flags of the run in `--config`, a file of RL (it has a `model_path`) or SFT settings, and that run.
+    """The flags of the run in `--config`, a file of RL or SFT settings, and that run.
 
     Raises:
         ValueError: flags repeat what the file says, its settings are wrong, or the number of rows is not known.
@@ -429,10 +482,8 @@ def with_config(args: FitFlags) -> tuple[FitRun, Recipe]:
     hardware |= {name: getattr(args, name) for name in hardware if getattr(args, name) is not None}
     if hardware["card"] not in PEAKS:
         raise ValueError(f"{args.config}: the speed of {hardware['card']} is not known: use --card")
-    settings = yaml.safe_load(args.config.read_text(encoding="utf-8"))
-    if not isinstance(settings, dict):
-        raise ValueError(f"--config {args.config} must have lines NAME: VALUE, got {settings!r:.60}")
-    recipe = (rl_recipe if "model_path" in settings else sft_recipe)(args.config, hardware["gpus"], args.rows)
+    make_recipe = rl_recipe if has_rl_settings(args.config) else sft_recipe
+    recipe = make_recipe(args.config, hardware["gpus"], args.rows)
     values = vars(args) | hardware | recipe.flags
     values["utilisation"] = args.utilisation or UTILISATION[recipe.flags["stage"]]
     return with_recipe(FitFlags(**values)), recipe
@@ -442,9 +493,8 @@ def run(flags: FitFlags) -> None:
     recipe = None
     if flags.config is not None:
         args, recipe = with_config(flags)
-    elif flags.model_path is None or flags.stage is None:
-        raise ValueError("fit needs --model_path and --stage, or a --config file of SFT or RL settings")
     else:
+        check_flags(flags)
         args = with_recipe(flags)
     from d1.commands.footprint import FitSettings, fit_table, resident_bytes
     from d1.models.attention import has_causal_context
@@ -459,10 +509,13 @@ def run(flags: FitFlags) -> None:
     values = {n: value for n, value in vars(args).items() if n in FitSettings.__annotations__ and value is not None}
     if args.stage == "sft":
         values |= {"views": args.edit_turns, "views_at_once": args.edit_turns}
-    elif args.stage in ("rl", "prefer"):
+    elif args.stage == "prefer":
+        values |= preference_sizes(args)
+    elif args.stage == "rl" and recipe is not None:
+        values |= recipe.sizes
+    elif args.stage == "rl":
         size = args.block_length if has_causal_context(config) else block_size(config)
-        of_stage = preference_sizes(args) if args.stage == "prefer" else method_sizes(args, size, not has_masks(config))
-        values |= of_stage
+        values |= method_sizes(args, size, not has_masks(config))
     settings = FitSettings(**values)
     shown = asdict(settings) | ({"method": args.method} if args.stage == "rl" else {})
     words = (f"{n} {' '.join(value) if isinstance(value, list) else value}" for n, value in shown.items())

@@ -150,7 +150,8 @@ def disk_full_advice(output_dir: Path) -> str:
 
 
 def checkpoint_to_resume(output_dir: str | Path, resume: str | bool | None) -> Path | None:
-    """The checkpoint from which a run continues: None (start), the last one ("true"), or the folder `resume`.
+    """The checkpoint from which a run continues: None (start), the last one ("true", or the folder of the run itself),
+    or the folder `resume`. Of a finished run without checkpoints, its folder.
 
     ValueError if `output_dir` holds a run and `resume` is not set or is a checkpoint of another run, or if the folder
     `resume` is not a checkpoint.
@@ -167,13 +168,15 @@ def checkpoint_to_resume(output_dir: str | Path, resume: str | bool | None) -> P
                 f"{output_dir} holds another run ({state}): continue it with --resume, or write to another folder"
             )
         return None
-    if str(resume).lower() == "true":
-        return Path(last) if last else None
-
     folder = Path(str(resume))
+    run_folder = Path(output_dir).resolve()
+    if last and (str(resume).lower() == "true" or folder.resolve() == run_folder):
+        return Path(last)
+    if str(resume).lower() == "true":
+        return Path(output_dir) if holds_run else None
+
     if not folder.is_dir() or (checkpoint_step(folder) < 0 and not (folder / STATE).is_file()):
         raise ValueError(f"--resume {resume}: it must be true, false or the folder of a checkpoint")
-    run_folder = Path(output_dir).resolve()
     if holds_run and run_folder not in (folder.resolve(), folder.absolute().parent.resolve()):
         raise ValueError(
             f"--resume {resume} is not directly in {output_dir}, which holds a run already ({state}): copy the "
@@ -302,8 +305,9 @@ def finish(checkpoint: Path, output_dir: Path, keep_best: bool) -> None:
     """
     state = read_state(checkpoint)
     last = output_dir / STATE
-    if last.is_file() and TrainerState.load_from_json(str(last)).global_step == state.global_step:
-        return
+    with contextlib.suppress(OSError, ValueError):  # a file that is missing, or whose end a kill or a full disk cut off
+        if TrainerState.load_from_json(str(last)).global_step == state.global_step:
+            return
     source = checkpoint
     if keep_best and state.best_model_checkpoint:
         source = checkpoint.with_name(Path(state.best_model_checkpoint).name)

@@ -306,6 +306,8 @@ class SettingsParser(OneLineParser, Generic[T]):
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> T:  # type: ignore[override]
         words = sys.argv[1:] if args is None else list(args)
+        if self.config_file and sum(word.partition("=")[0] == "--config" for word in words) > 1:
+            self.error("argument --config: give --config once")
         values = vars(super().parse_args(words, namespace))
         if self.config_file:
             file = values.pop("config")
@@ -315,15 +317,9 @@ class SettingsParser(OneLineParser, Generic[T]):
         return self.settings(**values)
 
     def words_of(self, file: str) -> list[str]:
-        """The command line that is equivalent to a yaml file of settings. `null` keeps the default. ValueError if the
-        file is not a yaml mapping, or names an unknown setting, or the same setting twice."""
-        try:
-            settings = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ValueError(f"--config {file} is no yaml: {error}") from error
-        check_repeats(file)
-        if not isinstance(settings, dict):
-            raise ValueError(f"--config {file} must have lines NAME: VALUE, got {settings!r}")
+        """The command line that is equivalent to a yaml file of settings. `null` keeps the default. ValueError as from
+        `read_settings`, and if the file names an unknown setting, or one setting by two names."""
+        settings = read_settings(file)
         flags = {flag: action for action in self._actions for flag in action.option_strings if action.dest != "config"}
         words: list[str] = []
         seen: dict[str, str] = {}
@@ -344,6 +340,18 @@ class SettingsParser(OneLineParser, Generic[T]):
             elif value is not None:
                 words += [f"--{name}={str(value).lower() if isinstance(value, bool) else value}"]
         return words
+
+
+def read_settings(file: str | Path) -> dict[Any, Any]:
+    """The settings in a yaml file. ValueError if it is not a yaml mapping, or has the same setting twice."""
+    try:
+        settings = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"--config {file} is no yaml: {error}") from error
+    check_repeats(file)
+    if not isinstance(settings, dict):
+        raise ValueError(f"--config {file} must have lines NAME: VALUE, got {settings!r}")
+    return settings
 
 
 def check_repeats(file: str | Path) -> None:

@@ -197,13 +197,16 @@ def save_record(
 
 
 def read_history(checkpoint: Path | None) -> RunHistory:
-    """The history of a checkpoint, from the run.json next to it (without settings if there is none). Changes after the
-    checkpoint do not count: a run may continue from an earlier checkpoint than its last."""
+    """The history of a checkpoint, from the run.json next to it (without settings if there is none), or of a finished
+    run, from the one in its folder. Changes after the checkpoint do not count: a run may continue from an earlier
+    checkpoint than its last."""
     if checkpoint is None:
         return RunHistory()
     from d1.runs.checkpoints import read_state  # imported late: `eval.py --help` needs no Transformers
 
-    file = checkpoint.parent / RECORD
+    file = checkpoint / RECORD
+    if not file.is_file():
+        file = checkpoint.parent / RECORD
     step = read_state(checkpoint).global_step
     if not file.is_file():
         return RunHistory(step)

@@ -371,6 +371,53 @@ def test_what_fit_cannot_read_from_a_file_is_named(
         main(make_parser().parse_args(["fit", "--config", "own.yaml", *flags.split()]))
 
 
+def test_a_file_may_name_its_model_either_way_and_one_of_rl_names_one(models: Path) -> None:
+    for stage, old, new in (("sft", "model_name", "model_path"), ("rl", "model_path", "model_name")):
+        text = (FOLDER / f"llada-1.5-{stage}.yaml").read_text()
+        Path("own.yaml").write_text(text.replace(f"{old}:", f"{new}:"))
+        assert with_config(make_parser().parse_args(["fit", "--config", "own.yaml"]))[0].stage == stage
+    d1_file = ROOT / "diffu-grpo" / "slurm_scripts" / "train.yaml"
+    with pytest.raises(ValueError, match=r"train.yaml names no model: add a line model_path"):
+        main(make_parser().parse_args(["fit", "--config", str(d1_file)]))
+    Path("own.yaml").write_text("model_path: x\nlora_target_modules: [")
+    with pytest.raises(ValueError, match=r"own.yaml is no yaml"):
+        main(make_parser().parse_args(["fit", "--config", "own.yaml"]))
+
+
+def test_the_views_of_a_file_are_those_of_its_own_settings(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Four views per row and update, which are summed, instead of d1's one; two updates on four micro-batches of each
+    GPU. A view has a byte per token of its row, and on the canvas fp32 weights, old and reference log-probabilities."""
+    text = (FOLDER / "qwen2.5-0.5b-a2d-rl.yaml").read_text()
+    text = text.replace("gradient_accumulation_steps: 16", "gradient_accumulation_steps: 4")
+    Path("own.yaml").write_text(f"{text}\nestimator: elbo\nnum_views: 4\nnum_iterations: 2\n")
+    main(make_parser().parse_args(["fit", "--config", "own.yaml", "--gpus", "4"]))
+    stored = 2 * 4 * 4 * (456 + 3 * 4 * 256)
+    assert f"views 4, views_at_once 1, canvas 256, stored {stored}, " in capsys.readouterr().out
+
+
+def test_a_copy_of_a_recipe_finds_the_launch_config(models: Path) -> None:
+    text = (FOLDER / "qwen2.5-0.5b-a2d-sft.yaml").read_text()
+    Path("own.yaml").write_text(text.replace("single_gpu", "zero3"))
+    assert of_config(Recipe(Path("own.yaml")))[0].zero == 3
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "eval --card A100",
+        "eval --lora_r 8",
+        "sft --method espo",
+        "rl --num_views 4",
+        "prefer --edit_turns 2",
+        "eval --rows 5",
+    ],
+)
+def test_flags_that_a_stage_does_not_read_are_refused(flags: str) -> None:
+    _, flag, _ = flags.split()
+    with pytest.raises(ValueError, match=f"^{flag} would do nothing: "):
+        main(make_parser().parse_args(["fit", "--model_path", "m", "--stage", *flags.split()]))
+
+
 def test_the_tables_list_every_recipe_and_every_model_has_one_of_each_stage() -> None:
     page, models, hours = (FOLDER / "README.md").read_text(), set(), set()
     for one in map(Recipe, RECIPES):

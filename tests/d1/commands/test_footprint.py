@@ -35,6 +35,7 @@ from d1.models.head import MAX_CHUNK_FACTOR, backbone_and_head, target_logps
 from d1.models.kinds import block_size, native_config, native_config_of
 from d1.models.packing import two_stream_states
 from d1.models.published import CONFIGS as PUBLISHED
+from d1.rl.methods import METHODS
 from d1.rl.train import make_parser as rl_parser
 from d1.runs.stage import prepare_model
 from d1.sampling import SamplingSettings, generate, rollout
@@ -438,6 +439,12 @@ def test_rl_is_computed_for_its_recipe_and_says_so(tmp_path, capsys):
     ]
     main(make_parser().parse_args([*short, *whole]))
     assert capsys.readouterr().out.partition("\n\n")[2] == table
+
+
+def test_every_method_says_what_is_stored_of_its_views():
+    for method in METHODS:
+        args = make_parser().parse_args(["fit", "--model_path", "m", "--stage", "rl", "--method", method])
+        assert method_sizes(with_recipe(args), None)["stored"] > 0, method
 
 
 def test_a_method_says_what_is_stored_of_its_views_and_whether_there_is_a_reference(tmp_path, capsys):

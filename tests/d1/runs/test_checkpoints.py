@@ -26,6 +26,7 @@ def test_where_a_run_continues(tmp_path: Path) -> None:
         (folder / f"checkpoint-{step}" / "trainer_state.json").write_text("{}")
     for resume in ("true", True):
         assert checkpoint_to_resume(str(folder), resume) == folder / "checkpoint-12"
+    assert checkpoint_to_resume(str(folder), str(folder)) == folder / "checkpoint-12"
     assert checkpoint_to_resume(str(folder), str(folder / "checkpoint-4")) == folder / "checkpoint-4"
     for resume in (None, "false", False):
         with pytest.raises(ValueError, match=r"holds another run \(checkpoint-12\): continue it with --resume"):
@@ -49,6 +50,7 @@ def test_a_checkpoint_of_another_run_is_refused_in_a_folder_with_a_run(tmp_path:
     assert checkpoint_to_resume(tmp_path / "new", str(other)) == other
     (tmp_path / "link").symlink_to(folder)
     assert checkpoint_to_resume(tmp_path / "link", str(state)) == state
+    assert checkpoint_to_resume(folder, "true") == state
     (folder / "checkpoint-2").symlink_to(other)  # a checkpoint that was moved to another disk
     assert checkpoint_to_resume(folder, str(folder / "checkpoint-2")) == folder / "checkpoint-2"
 

@@ -165,6 +165,7 @@ def test_a_closed_pipe_is_no_mistake() -> None:
         (tools.make_parser(), ["evl"], " (the nearest is eval)"),
         (tools.make_parser(), ["fit", "--gpu", "1", "--model_path", "x", "--stage", "rl"], " (the nearest is --gpus)"),
         (tools.make_parser(), ["fit", "--model_path", "x", "--stage", "prefre"], " (the nearest is prefer)"),
+        (sft_train.make_parser(), ["--config", "a.yaml", "--config=b.yaml"], ": give --config once"),
         (sft_train.make_parser(), ["--learning-rate=1"], " (the nearest is --learning_rate)"),
         (preference.make_parser(), ["--method", "vpro"], " (the nearest is vrpo)"),
     ],

@@ -295,6 +295,31 @@ def test_a_run_is_finished_at_the_last_step_of_its_own_settings(run: Run, two_st
     assert run(folder, *resume, epochs, "1", max_steps=-1).state.global_step == {"sft": 10, "rl": 12}[run.stage]
 
 
+def test_a_state_without_its_end_is_written_again(run: Run, folder: Path) -> None:
+    """Of a run that was killed while it saved its state, after the model."""
+    state = folder / "trainer_state.json"
+    state.write_text(state.read_text()[:100])
+    assert run(folder, "--resume", "--lr_scheduler_type", "linear", max_steps=2) is None
+    assert state.read_text() == (folder / "checkpoint-2" / state.name).read_text()
+
+
+def test_the_folder_of_a_run_stands_for_its_last_checkpoint(run: Run, folder: Path) -> None:
+    resume = ["--resume", str(folder), "--lr_scheduler_type", "linear"]
+    assert run(folder, *resume, max_steps=3).state.global_step == 3
+
+
+def test_a_finished_run_without_checkpoints_is_not_trained_anew(run: Run, folder: Path) -> None:
+    for checkpoint in folder.glob("checkpoint-*"):
+        shutil.rmtree(checkpoint)
+    weights, resume = hash_model(str(folder)), ["--resume", "--lr_scheduler_type", "linear"]
+    assert run(folder, *resume, max_steps=2) is None
+    with pytest.raises(ValueError, match=r"checksums\.json is missing .* start the run again in another folder"):
+        run(folder, *resume, max_steps=4)
+    with pytest.raises(ValueError, match="holds a run with seed 42 instead of 1"):
+        run(folder, *resume, "--seed", "1", max_steps=4)
+    assert hash_model(str(folder)) == weights
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
