@@ -133,7 +133,7 @@ class FitRun(FitFlags):
 
 
 def check_flags(flags: FitFlags) -> None:
-    """Raise ValueError for flags of one stage that say too little, or that nothing would read."""
+    """Raise ValueError if the model or the stage is missing, or if a flag is given that the stage does not read."""
     if flags.model_path is None or flags.stage is None:
         raise ValueError("fit needs --model_path and --stage, or a --config file of SFT or RL settings")
     for name in ("card", "rows", "utilisation"):

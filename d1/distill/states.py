@@ -1,4 +1,4 @@
-"""The states of a trace that the model is trained in: what each of them hides.
+"""The states of a trace in which the model is trained, and what each state hides.
 
 They are drawn from a row's own generator, so that they depend neither on its batch nor on the number of processes.
 """
@@ -25,7 +25,7 @@ class Traces:
     steps: Tensor  # (rows, canvas), the row's forward pass, from 0, that revealed each token; -1 after the EOS stop
     blocks: Tensor  # (rows, canvas), the number of each token's block, from 0
     right: Tensor  # (rows,) bool, whether the row is trained on
-    end_ids: Sequence[int]  # the tokens that end a completion; the first one, EOS, fills the canvas after it
+    eos_token_ids: Sequence[int]  # the tokens that end a completion; the first one, EOS, fills the canvas after it
 
     def at(self, rows: Tensor) -> Traces:
         """The traces with these indices (n,)."""
@@ -34,7 +34,7 @@ class Traces:
     @property
     def lengths(self) -> Tensor:
         """(rows, 1) tokens up to and including the first one that ends the completion."""
-        return eos_cut(self.ids, self.end_ids).sum(-1, keepdim=True)
+        return eos_cut(self.ids, self.eos_token_ids).sum(-1, keepdim=True)
 
     def scored_positions(self, tail: int) -> Tensor:
         """(rows, canvas) bool: a completion and `tail` positions after it; -1: all positions."""
@@ -45,7 +45,7 @@ class Traces:
     @property
     def filled(self) -> Tensor:
         """(rows, canvas) ids, with EOS at all positions after the completion's end."""
-        return self.ids.masked_fill(~eos_cut(self.ids, self.end_ids), self.end_ids[0])
+        return self.ids.masked_fill(~eos_cut(self.ids, self.eos_token_ids), self.eos_token_ids[0])
 
 
 @dataclass(frozen=True)

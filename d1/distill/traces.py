@@ -107,7 +107,7 @@ class TraceSampler:
         on its prompt, its number and the seed alone."""
         was_training = model.training
         model.eval()
-        ends = end_ids(self.tokenizer)
+        eos_token_ids = end_ids(self.tokenizer)
         prompts = [self.prompts.ids[number] for number in numbers]
         ids, mask = left_pad(prompts, self.tokenizer.pad_token_id)
         sampled = rollout(
@@ -116,7 +116,7 @@ class TraceSampler:
             mask.to(model.device),
             self.settings,
             mask_token_id=self.tokenizer.mask_token_id,
-            eos_token_ids=ends,
+            eos_token_ids=eos_token_ids,
             generator=[keyed_generator(seed, TRACES, number, 0, device=model.device) for number in numbers],
         )
         model.train(was_training)
@@ -127,7 +127,7 @@ class TraceSampler:
             steps=sampled.reveal_steps.cpu(),
             blocks=blocks_of_canvas(self.settings, [len(prompt) for prompt in prompts], block_size(model.config)),
             right=self.are_right(canvas_ids, numbers),
-            end_ids=ends,
+            eos_token_ids=eos_token_ids,
         )
         return traces, int(sampled.forward_tokens.sum())
 
@@ -162,12 +162,12 @@ def sample_once(
     give_usual_mode(folder.glob("*.safetensors"))
 
 
-def read_traces(folder: Path, ends: Sequence[int]) -> tuple[Traces, int]:
-    """The traces of all files of `folder`, in the order of the prompts, and the tokens that sampling processed; `ends`
-    are the tokens that end a completion."""
+def read_traces(folder: Path, eos_token_ids: Sequence[int]) -> tuple[Traces, int]:
+    """The traces of all files of `folder`, in the order of the prompts, and the tokens that sampling processed;
+    `eos_token_ids` are the tokens that end a completion."""
     parts = []
     for path in sorted(folder.glob("*.safetensors")):
         with reading(path, "these traces are damaged: delete the file, and the same command samples them again"):
             parts.append(load_file(path))
     columns = {name: torch.cat([part[name] for part in parts]) for name in COLUMNS}
-    return Traces(**columns, end_ids=ends), sum(int(part["compute"]) for part in parts)
+    return Traces(**columns, eos_token_ids=eos_token_ids), sum(int(part["compute"]) for part in parts)

@@ -144,7 +144,7 @@ def prepare(model: Model) -> Model:
 def sanitize_generation_config(model: Any) -> None:
     """Leave only token ids and `max_new_tokens` of a generation config that Transformers reads and refuses to save,
     such as a temperature without `do_sample`: a run would end at its first checkpoint. Nothing here reads the rest. A
-    padding id below 0, which it refuses, too, is none."""
+    padding id below 0, which Transformers also refuses, becomes None."""
     config = getattr(model, "generation_config", None)
     if config is None:
         return

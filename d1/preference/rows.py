@@ -25,6 +25,7 @@ ANSWERS = {  # an answer -> the columns that may hold it; the first one counts
 PROMPTS = ("prompt", "question", "instruction", "input", "messages", "conversations")
 SYSTEM_ROLES = ("system", "developer")
 UNSUPPORTED = ("history",)
+MESSAGES_AS_TEXT = re.compile(r"\s*\[\s*\{\s*['\"](role|content|from|value)['\"]\s*:")
 TRANSCRIPT = re.compile(r"\s*(Human|Assistant): ?")  # how HH-RLHF writes the turns of a conversation into one text
 TRANSCRIPT_TURN = re.compile(r"(?:\r?\n){2}(Human|Assistant): ?")
 TRANSCRIPT_ROLES = {"Human": "user", "Assistant": "assistant"}
@@ -102,7 +103,7 @@ def cell_messages(cell: Any, name: str, role: str) -> list[Message]:
 def text_messages(text: str, name: str, role: str) -> list[Message]:
     """The messages of a text: one of `role`, or the turns of a transcript as HH-RLHF has them."""
     require_text(text, name)
-    if re.match(r"\s*\[\s*\{\s*['\"](role|content|from|value)['\"]\s*:", text):
+    if MESSAGES_AS_TEXT.match(text):
         raise ValueError(f"{name} is a text that holds a list of messages: write it as a list, in .jsonl or .parquet")
     if not TRANSCRIPT.match(text):
         return [{"role": role, "content": text}]
@@ -195,7 +196,7 @@ def continued_transcript(prompt: Any, cell: Any) -> Any:
     of the answer, and neither is a further turn of the user."""
     if not isinstance(prompt, str) or not isinstance(cell, str):
         return cell
-    if TRANSCRIPT.match(prompt) and not TRANSCRIPT.match(cell):
+    if TRANSCRIPT.match(prompt) and not (TRANSCRIPT.match(cell) or MESSAGES_AS_TEXT.match(cell)):
         return f"Assistant:{cell}"
     return cell
 

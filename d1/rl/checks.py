@@ -999,7 +999,8 @@ def check_config(config: Any, prompt: int, args: Settings) -> int | None:
     sampling = args.sampling_settings(config)
     refuse_scdd(sampling, "rl")
     if args.branches is not None:
-        check_trees(sampling, config)
+        check_continuing(sampling, config, "--branches")
+        check_trees(config)
     if args.hints != "none":
         check_continuing(sampling, config, f"--hints {args.hints}")
     check_first_token(sampling, args)
@@ -1021,9 +1022,8 @@ def check_continuing(sampling: SamplingSettings, config: Any, what: str) -> None
         raise ValueError(f"{what}: {error}") from error
 
 
-def check_trees(sampling: SamplingSettings, config: Any) -> None:
-    """Raises ValueError for a sampler or a model that has no trees of rollouts."""
-    check_continuing(sampling, config, "--branches")
+def check_trees(config: Any) -> None:
+    """Raises ValueError for a model that has no trees of rollouts."""
     if block_size(config) is not None:
         raise ValueError(
             f"--branches scores edges in the state of their parent, and this {config.model_type} sees finished blocks "

@@ -23,8 +23,8 @@ def rollout_source(
     if args.branches is not None:
         from d1.rl.tree import TreeRollouts
 
-        check_trees(settings, config)
         require_continuing(source, settings, config, "--branches")
+        check_trees(config)
         source = TreeRollouts(source, args.branches)
     if args.hints != "none":
         from d1.rl.hinted import HintedRollouts

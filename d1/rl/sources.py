@@ -2,9 +2,9 @@
 
 The trainer has one `RolloutSource`, and does not know which. `LocalRollouts` samples with the model that is trained.
 The others are outside the core: servers (`d1/serve/rollouts.py`), servers that sample ahead of the updates
-(`d1/serve/ahead.py`), and a user's function (`d1/serve/user.py`). Others wrap one of these: `TreeRollouts`
-(`d1/rl/tree.py`) and `HintedRollouts` (`d1/rl/hinted.py`), which ask it to continue its rollouts, and `StateRewards`
-(`d1/rl/state_rewards.py`).
+(`d1/serve/ahead.py`), and a user's function (`d1/serve/user.py`). Three wrappers sample by one of these:
+`TreeRollouts` (`d1/rl/tree.py`) and `HintedRollouts` (`d1/rl/hinted.py`), which continue its rollouts, and
+`StateRewards` (`d1/rl/state_rewards.py`).
 """
 
 from __future__ import annotations

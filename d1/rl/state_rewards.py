@@ -18,7 +18,7 @@ from d1.scoring.inputs import CanvasBlocks
 
 
 class StateRewards(SourceWrapper):
-    """The source of a run with `state_reward`, whose value is `weight`."""
+    """A source whose views have advantages of their own. `weight` is the setting `state_reward`."""
 
     def __init__(self, source: RolloutSource, weight: float) -> None:
         super().__init__(source)

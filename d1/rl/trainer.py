@@ -72,7 +72,7 @@ from d1.rl.config import DiffuGRPOConfig
 from d1.rl.losses import ADVANTAGES, OBJECTIVES, PENALTIES, TRLS_OVER_ROWS, sequence_log_ratios
 from d1.rl.rewards import SPEED, guard_reward
 from d1.rl.sources import RolloutRequest
-from d1.runs.checkpoints import reading_checkpoint
+from d1.runs.checkpoints import read_state, reading_checkpoint
 from d1.runs.trainer import check_arguments, loaded_model, tokenizer_of
 from d1.sampling import Rollout, RolloutStart
 from d1.sampling.graphs import set_compile
@@ -774,6 +774,9 @@ def budget_exhausted(checkpoint: str | None, budget: int | None) -> bool:
     if checkpoint is None or budget is None:
         return False
     processes = len(list(Path(checkpoint).glob("rollout_rank*.json")))
+    if processes == 0:  # the folder of a finished run without checkpoints, whose log alone says what was spent
+        logged = [log["compute_tokens"] for log in read_state(Path(checkpoint)).log_history if "compute_tokens" in log]
+        return bool(logged) and logged[-1] >= budget
     spent = sum(read_counters(Path(checkpoint), rank).get("compute", 0) for rank in range(processes))
     return spent >= budget
 

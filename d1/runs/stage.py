@@ -106,6 +106,8 @@ class Stage:
         if checkpoint and (is_finished(checkpoint, training, changed) or self.ended(checkpoint)):
             self.finish_again(folder, checkpoint)
             return None
+        if checkpoint and checkpoint.resolve() == folder.resolve():
+            raise ValueError(f"{folder} is finished, and no checkpoint is left to continue from: use another folder")
         if checkpoint:
             with raise_together():
                 check_sums(checkpoint, training.process_index, training.world_size)

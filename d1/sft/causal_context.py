@@ -19,9 +19,9 @@ from d1.sft.losses import Positions, token_positions
 
 
 def context_losses(model: Any, inputs: dict[str, Any], weights: Tensor, causal: CausalLoss) -> Tensor:
-    """(rows,) sums over each row's masks of their weights x cross-entropy, times `causal.masked_weight` and the batch's
-    `masked_scale`, if it has one; plus `causal.causal_weight` times the cross-entropy of its answer in the clean text.
-    There the state of a token predicts the next token, so the first token of a text has no loss."""
+    """(rows,) for each row, the weighted cross-entropy of its masks, plus `causal.causal_weight` times that of its
+    answer in the clean text. There the state of a token predicts the next token, so the first token of a text has no
+    loss. The weights of masks are `weights` x `causal.masked_weight` x the batch's `masked_scale`, if it has one."""
     labels = inputs["labels"]
     masked = inputs["masked"].cpu()
     weights = weights * causal.masked_weight * inputs.get("masked_scale", 1.0)
@@ -92,8 +92,8 @@ def causal_context_states(
 
 
 def masked_scale(inputs: dict[str, Tensor], answers: Tensor | int | None, hidden: Tensor | None) -> Tensor:
-    """What divides the loss of masks by the `hidden` tokens of the step, not by its `answers`, as `CausalLoss` with
-    `row_noise` does; None: those of this batch, in a call outside of training."""
+    """The factor by which the loss of masks is divided by the step's `hidden` tokens instead of its `answers`
+    (`row_noise` of `CausalLoss`). If one is None, in a call outside of training, both are those of this batch."""
     if answers is None or hidden is None:
         answers = (inputs["labels"] != IGNORED).sum()
         hidden = inputs["masked"].sum()

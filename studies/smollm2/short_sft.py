@@ -81,7 +81,7 @@ def main(args: argparse.Namespace) -> None:
     data = folder / "short.jsonl" if args.tiny else DATA
     study = Study(args.model, folder, data, args.tiny)
     missing = [name for name in SHORT_ARMS if name not in study.lines()]
-    if missing and not study.path("validation.jsonl").exists():
+    if missing and not study.path("ar/tokenizer_config.json").exists():  # the last file that these steps write
         write_rows(study)
         convert_source(study)
     for name in missing:

@@ -20,14 +20,14 @@ TRACES = Traces(
     steps=torch.tensor([[0, 1, 0, 1, 3, 2, 3, 2], [1, 0, 0, 1, -1, -1, -1, -1]]),
     blocks=BLOCKS.expand(2, -1),
     right=torch.tensor([True, True]),
-    end_ids=[EOS],
+    eos_token_ids=[EOS],
 )
 
 
 def test_a_trace_ends_at_its_first_end_token_and_is_filled_with_eos() -> None:
     """An end of turn ends a completion, too: what the model wrote after it is no part of what it is trained on."""
     end_of_turn = 3
-    traces = replace(TRACES, end_ids=[EOS, end_of_turn])
+    traces = replace(TRACES, eos_token_ids=[EOS, end_of_turn])
     assert traces.lengths.tolist() == [[2], [3]]
     assert traces.filled.tolist() == [[1, end_of_turn, *[EOS] * 6], [2, 1, *[EOS] * 6]]
     assert traces.scored_positions(1).sum(1).tolist() == [3, 4]

@@ -200,6 +200,8 @@ def test_the_space_between_a_transcript_and_its_answer_is_no_part_of_the_answer(
     assert turns_of(cut) == turns_of(whole) == {"chosen": [USER, RIGHT], "rejected": [USER, WRONG]}
     with pytest.raises(ValueError, match="chosen is empty"):
         turns_of(cut | {"chosen": " "})
+    with pytest.raises(ValueError, match="chosen is a text that holds a list of messages"):
+        turns_of(cut | {"chosen": '[{"role": "assistant", "content": "x"}]'})
 
 
 def test_alpacas_columns_are_the_instruction_and_its_input():

@@ -146,6 +146,11 @@ def test_a_run_stops_at_the_first_step_that_reaches_its_budget_and_saves_shares_
     assert not budget_exhausted(checkpoint, spent[7] + 1)
     assert not budget_exhausted(checkpoint, None)
     assert not budget_exhausted(None, budget)
+    finished = tmp_path / "finished"  # the folder of a run whose checkpoints were deleted
+    finished.mkdir()
+    run.state.save_to_json(str(finished / "trainer_state.json"))
+    assert budget_exhausted(str(finished), spent[7])
+    assert not budget_exhausted(str(finished), spent[7] + 1)
 
     for share in SHARES:
         saved_at(folder, share).rename(tmp_path / f"whole_{share}")
