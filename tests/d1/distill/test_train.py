@@ -183,6 +183,7 @@ def test_traces_of_other_contents_are_sampled_again(flags: list[str], tiny_model
         trainer = run([*own, "--train_data", str(data), "--keep", "all" if data == file else "right"], tmp_path)
         prompts, traces = trainer.sampler.prompts.ids, trainer.traces.ids.tolist()
         shutil.rmtree(tmp_path / "job/checkpoint-1")
+        (tmp_path / "job/trainer_state.json").unlink()  # else the run is finished
         return prompts, traces
 
     def change(path: Path, old: str, new: str) -> None:

@@ -153,9 +153,7 @@ class Counting(DiffuGRPOTrainer):
 
     def sample(self, *args):
         self.task = "sampling"
-        sampled = super().sample(*args)
-        self.task = "rewards of states"
-        return sampled
+        return super().sample(*args)
 
     def bounds(self, *args):
         self.task = BOUNDS
@@ -168,6 +166,7 @@ class Counting(DiffuGRPOTrainer):
     def score_rollout(self, batch):
         self.task = "old log-probs"
         super().score_rollout(batch)
+        self.task = "rewards of states"
 
     def compare_rows(self, *args):
         self.task = "weights of rows, before each later update"
