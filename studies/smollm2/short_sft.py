@@ -68,7 +68,7 @@ def train_short(study: Study, name: str) -> dict[str, Any]:
         train.main(train.make_parser().parse_args(words))
         start = study.path(out)
         logs = [json.loads(text) for text in (start / "metrics.jsonl").read_text().splitlines()]
-        line["settings"].append(words)
+        line["settings"].append([word.replace(str(study.folder), "OUTPUT_DIR") for word in words])
         line["losses"].append(losses_of(start))
         line["seconds"] += sum(log.get("train_runtime", 0.0) for log in logs)
     arm = Arm(convert=None, streams=2, block=block)
