@@ -12,6 +12,7 @@ import argparse
 import math
 import re
 import sys
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -237,7 +238,7 @@ def hardware_of(file: Path) -> dict[str, Any]:
     launch_line = LAUNCH.search(text)
     if launch_line is None:
         return hardware
-    # The command is for the folder of the repository, of which the file, or a copy of it, may be anywhere.
+    # The path in the command counts from the repository's folder. A copy of the file may lie elsewhere.
     for folder in (file.resolve().parent.parent, Path.cwd(), CHECKOUT):
         launch_file = folder / launch_line[1]
         if launch_file.is_file():
@@ -263,18 +264,19 @@ def has_rl_settings(file: Path) -> bool:
     """Whether a file's settings are those of RL, and not of SFT: the parser of RL knows more of their names."""
     from d1.sft.train import make_parser as sft_parser
 
-    unknown_to_sft = unknown_names(file, sft_parser())
+    settings = read_settings(file)
+    unknown_to_sft = unknown_names(settings, sft_parser())
     if not unknown_to_sft:
         return False
     from d1.rl.train import make_parser as rl_parser  # imports TRL
 
-    return len(unknown_names(file, rl_parser())) < len(unknown_to_sft)
+    return len(unknown_names(settings, rl_parser())) < len(unknown_to_sft)
 
 
-def unknown_names(file: Path, parser: argparse.ArgumentParser) -> list[Any]:
-    """The settings in a file that a parser has no flag for."""
+def unknown_names(settings: Iterable[Any], parser: argparse.ArgumentParser) -> list[Any]:
+    """The settings that a parser has no flag for."""
     flags = {flag for action in parser._actions for flag in action.option_strings}
-    return [name for name in read_settings(file) if f"--{name}" not in flags]
+    return [name for name in settings if f"--{name}" not in flags]
 
 
 def sft_recipe(file: Path, gpus: int, rows: int | None) -> Recipe:

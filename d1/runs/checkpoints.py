@@ -151,7 +151,7 @@ def disk_full_advice(output_dir: Path) -> str:
 
 def checkpoint_to_resume(output_dir: str | Path, resume: str | bool | None) -> Path | None:
     """The checkpoint from which a run continues: None (start), the last one ("true", or the folder of the run itself),
-    or the folder `resume`. Of a finished run without checkpoints, its folder.
+    or the folder `resume`. For a finished run without checkpoints, it is the folder of the run.
 
     ValueError if `output_dir` holds a run and `resume` is not set or is a checkpoint of another run, or if the folder
     `resume` is not a checkpoint.

@@ -10,7 +10,6 @@ A stopped run continues: arms with a line are skipped, and SFT resumes from its 
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import time
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from typing import Any
 
 from d1.runs.cli import OneLineParser, run_script
 from d1.runs.record import run_record
-from studies.json_lines import append_line
+from studies.json_lines import append_line, read_lines
 from studies.smollm2.steps import (
     ARMS,
     CO_LOSS,
@@ -30,6 +29,7 @@ from studies.smollm2.steps import (
     convert_source,
     judge,
     losses_of,
+    sft_flags,
     write_rows,
 )
 
@@ -57,17 +57,15 @@ def train_short(study: Study, name: str) -> dict[str, Any]:
     line: dict[str, Any] = {"settings": [], "losses": [], "seconds": 0.0}
     for stage, loss in enumerate(losses):
         out = f"short-{name}-{stage}"
-        flags: list[object] = ["--full_finetuning", "--model_name", start, "--train_data", study.path("sft.jsonl")]
-        flags += ["--output_dir", study.folder, "--job_name", out, "--seed", stage, "--resume", "--debugging"]
-        flags += ["--packing", "--batch_size", 16, "--grad_accum_steps", 2]
-        flags += ["--max_steps", (4 if study.tiny else STEPS) // len(losses)]
-        flags += ["--learning_rate", 3e-4, "--lr_scheduler_type", "cosine", "--warmup_steps", 0.05]
-        flags += ["--weight_decay", 0, "--max_grad_norm", 1, "--eos_padding", 16, "--max_length", study.longest]
-        flags += ["--test_split", 0, "--logging_steps", 4, "--eval_steps", 32, "--num_proc", 1, *loss]
+        flags: list[object] = [*sft_flags(study, loss, stage, out, rate=3e-4)]
+        flags += ["--model_name", start, "--train_data", study.path("sft.jsonl"), "--resume"]
+        # In place of the same flags of the full study
+        flags += ["--packing", "--batch_size", 16, "--grad_accum_steps", 2, "--eos_padding", 16]
+        flags += ["--max_steps", (4 if study.tiny else STEPS) // len(losses), "--logging_steps", 4, "--eval_steps", 32]
         words = [*map(str, flags)]
         train.main(train.make_parser().parse_args(words))
         start = study.path(out)
-        logs = [json.loads(text) for text in (start / "metrics.jsonl").read_text().splitlines()]
+        logs = read_lines(start / "metrics.jsonl")
         line["settings"].append([word.replace(str(study.folder), "OUTPUT_DIR") for word in words])
         line["losses"].append(losses_of(start))
         line["seconds"] += sum(log.get("train_runtime", 0.0) for log in logs)

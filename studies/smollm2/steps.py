@@ -165,12 +165,12 @@ def epochs_of(name: str, study: Study) -> float:
     return EPOCHS if name == "ar" else EPOCHS * 2 // ARMS[name].streams
 
 
-def sft_flags(study: Study, name: str, seed: int, out: str, rate: float) -> list[str]:
+def sft_flags(study: Study, losses: Sequence[str], seed: int, out: str, rate: float) -> list[str]:
     flags: list[object] = ["--full_finetuning", "--output_dir", study.folder, "--job_name", out, "--seed", seed]
     flags += ["--batch_size", 4 if study.tiny else ROWS_PER_STEP, "--grad_accum_steps", 1, "--learning_rate", rate]
     flags += ["--lr_scheduler_type", "cosine", "--warmup_steps", 0.05, "--weight_decay", 0, "--max_grad_norm", 1]
     flags += ["--eos_padding", LENGTH, "--max_length", study.longest, "--test_split", 0, "--logging_steps", 10]
-    flags += ["--eval_steps", 100_000, "--num_proc", 1, "--debugging", *ARMS[name].sft]
+    flags += ["--eval_steps", 100_000, "--num_proc", 1, "--debugging", *losses]
     if study.tiny:
         flags += ["--max_steps", 2]
     return [*map(str, flags)]
@@ -182,7 +182,7 @@ def train_sft(study: Study, name: str, seed: int) -> dict[str, Any]:
 
     out = f"{name}-{seed}"
     shutil.rmtree(study.path(out), ignore_errors=True)
-    flags = sft_flags(study, name, seed, out, rate=3e-4)
+    flags = sft_flags(study, ARMS[name].sft, seed, out, rate=3e-4)
     flags += ["--model_name", str(study.path(f"{name}-base")), "--train_data", str(study.path("sft.jsonl"))]
     flags += ["--num_epochs", str(epochs_of(name, study))]
     began = time.monotonic()
@@ -195,8 +195,7 @@ def train_sft(study: Study, name: str, seed: int) -> dict[str, Any]:
 
 
 def losses_of(folder: Path) -> list[float]:
-    logs = [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [round(log["loss"], 4) for log in logs if "loss" in log]
+    return [round(log["loss"], 4) for log in read_lines(folder / "metrics.jsonl") if "loss" in log]
 
 
 def train_ar(study: Study, seed: int) -> dict[str, Any]:
@@ -495,8 +494,7 @@ def train_rl(
     began = time.monotonic()
     train.main(args, model_args)
     seconds = time.monotonic() - began
-    logs = [json.loads(text) for text in (out / "metrics.jsonl").read_text().splitlines()]
-    steps = [log for log in logs if "loss" in log]
+    steps = [log for log in read_lines(out / "metrics.jsonl") if "loss" in log]
     line = {
         "arm": arm,
         "rate": chosen,
@@ -571,7 +569,7 @@ def continue_sft(study: Study, name: str, seed: int, rows: Path, seconds: float)
     count = len(rows.read_text().splitlines())
     epochs = max(0.1, seconds / first["seconds"] * rows_of_first / count)
     shutil.rmtree(study.path(name), ignore_errors=True)
-    flags = sft_flags(study, arm, seed + 100, name, rate=3e-5)
+    flags = sft_flags(study, ARMS[arm].sft, seed + 100, name, rate=3e-5)
     flags += ["--model_name", str(study.path(f"{arm}-0")), "--train_data", str(rows)]
     flags += ["--num_epochs", f"{1 if study.tiny else epochs:.2f}"]
     began = time.monotonic()
