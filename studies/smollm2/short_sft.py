@@ -50,48 +50,76 @@ logger = logging.getLogger(__name__)
 
 def train_short(study: Study, name: str) -> dict[str, Any]:
     """SFT of an arm in one or two stages, then its judgement on the validation problems."""
-    from d1.sft import train
-
     conversion, block, losses = SHORT_ARMS[name]
     start = study.path(f"{conversion}-base")
     line: dict[str, Any] = {"settings": [], "losses": [], "seconds": 0.0}
-    for stage, loss in enumerate(losses):
-        out = f"short-{name}-{stage}"
-        flags: list[object] = [*sft_flags(study, loss, stage, out, rate=3e-4)]
-        flags += ["--model_name", start, "--train_data", study.path("sft.jsonl"), "--resume"]
-        # In place of the same flags of the full study
-        flags += ["--packing", "--batch_size", 16, "--grad_accum_steps", 2, "--eos_padding", 16]
-        flags += ["--max_steps", (4 if study.tiny else STEPS) // len(losses), "--logging_steps", 4, "--eval_steps", 32]
-        words = [*map(str, flags)]
-        train.main(train.make_parser().parse_args(words))
-        start = study.path(out)
-        logs = read_lines(start / "metrics.jsonl")
-        line["settings"].append([word.replace(str(study.folder), "OUTPUT_DIR") for word in words])
+    for stage in range(len(losses)):
+        words = stage_flags(study, name, stage, start)
+        train_stage(words)
+        start = study.path(f"short-{name}-{stage}")
+        line["settings"].append(without_folder(study, words))
         line["losses"].append(losses_of(start))
-        line["seconds"] += sum(log.get("train_runtime", 0.0) for log in logs)
+        line["seconds"] += seconds_of(start)
     arm = Arm(convert=None, streams=2, block=block)
     return line | judge(study, start, arm, ["validation"]) | {"bits": bits_per_byte(study, start, arm)}
 
 
-def main(args: argparse.Namespace) -> None:
-    folder = Path(args.output_dir).resolve()
-    folder.mkdir(parents=True, exist_ok=True)
-    data = folder / "short.jsonl" if args.tiny else DATA
-    study = Study(args.model, folder, data, args.tiny)
-    missing = [name for name in SHORT_ARMS if name not in study.lines()]
-    if missing and not study.path("ar/tokenizer_config.json").exists():  # the last file that these steps write
+def stage_flags(study: Study, name: str, stage: int, start: Path, out: str | None = None) -> list[str]:
+    """The flags of an arm's SFT in a stage, of the model in `start`. The stage's number is its seed."""
+    losses = SHORT_ARMS[name][2]
+    out = out or f"short-{name}-{stage}"
+    flags: list[object] = [*sft_flags(study, losses[stage], stage, out, rate=3e-4)]
+    flags += ["--model_name", start, "--train_data", study.path("sft.jsonl"), "--resume"]
+    # In place of the same flags of the full study
+    flags += ["--packing", "--batch_size", 16, "--grad_accum_steps", 2, "--eos_padding", 16]
+    flags += ["--max_steps", (4 if study.tiny else STEPS) // len(losses), "--logging_steps", 4, "--eval_steps", 32]
+    return [*map(str, flags)]
+
+
+def train_stage(words: list[str]) -> None:
+    from d1.sft import train
+
+    train.main(train.make_parser().parse_args(words))
+
+
+def without_folder(study: Study, words: list[str]) -> list[str]:
+    """Flags as the lines of results have them."""
+    return [word.replace(str(study.folder), "OUTPUT_DIR") for word in words]
+
+
+def seconds_of(run: Path) -> float:
+    """Seconds of training that the log of a run has."""
+    return float(sum(log.get("train_runtime", 0.0) for log in read_lines(run / "metrics.jsonl")))
+
+
+def write_files(study: Study, conversion: str) -> None:
+    """Write the rows, and the converted model, if they are not there yet."""
+    if not study.path("ar/tokenizer_config.json").exists():  # the last file that these steps write
         write_rows(study)
         convert_source(study)
-    for name in missing:
-        conversion = SHORT_ARMS[name][0]
-        if not study.path(f"{conversion}-base").exists():
-            convert(study, conversion)
+    if not study.path(f"{conversion}-base").exists():
+        convert(study, conversion)
+
+
+def main(args: argparse.Namespace) -> None:
+    study = study_of(args, DATA)
+    for name in SHORT_ARMS:
+        if name in study.lines():
+            continue
+        write_files(study, SHORT_ARMS[name][0])
         logger.info("%s: %s starts", time.strftime("%H:%M:%S"), name)
-        append_line(data, {"job": name, **train_short(study, name), **run_record()})
+        append_line(study.data, {"job": name, **train_short(study, name), **run_record()})
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def study_of(args: argparse.Namespace, data: Path) -> Study:
+    """The study of parsed arguments, with its folder; the lines of a tiny one go there, too."""
+    folder = Path(args.output_dir).resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    return Study(args.model, folder, folder / data.name if args.tiny else data, args.tiny)
+
+
+def make_parser(about: str | None = __doc__) -> argparse.ArgumentParser:
+    parser = OneLineParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="the .gguf file, or a folder of a Llama")
     parser.add_argument("--output_dir", default="runs/smollm2-short", help="of the models (default: %(default)s)")
     parser.add_argument("--tiny", action="store_true", help="a few rows and steps, with the lines in OUTPUT_DIR")

@@ -347,8 +347,14 @@ def encoded(tokenizer: Any, row: dict[str, Any]) -> tuple[list[int], list[int]]:
 
 
 def bits_per_byte(study: Study, model: Path, arm: Arm) -> float:
-    """Bits per byte of the gold answers, written from left to right in the arm's blocks: the chain rule over views
-    that hide a token and those after it in its block."""
+    """Bits per byte of the gold answers, as `answer_bits` has them."""
+    answers = answer_bits(study, model, arm)
+    return sum(bits for bits, _ in answers) / sum(size for _, size in answers)
+
+
+def answer_bits(study: Study, model: Path, arm: Arm) -> list[tuple[float, int]]:
+    """For each validation problem, the bits of its gold answer, written from left to right in the arm's blocks, and the
+    answer's bytes: the chain rule over views that hide a token and those after it in its block."""
     import torch
 
     from d1.models import load_model, load_tokenizer
@@ -360,7 +366,7 @@ def bits_per_byte(study: Study, model: Path, arm: Arm) -> float:
     size = arm.block
     if block_size(judge_model.config) is not None:
         judge_model.config.block_size = size
-    nats, count = 0.0, 0
+    answers = []
     place = torch.arange(LENGTH) % size  # of a token in its block
     for row in problem_rows(study, "validation"):
         prompt, answer = encoded(tokenizer, row)
@@ -382,9 +388,9 @@ def bits_per_byte(study: Study, model: Path, arm: Arm) -> float:
                 gen_length=LENGTH,
                 views_at_once=size,
             )
-        nats -= scores.logps.sum().item()
-        count += len(row["solution"].encode())
-    return nats / 0.6931471805599453 / count
+        bits = -scores.logps.sum().item() / 0.6931471805599453
+        answers.append((bits, len(row["solution"].encode())))
+    return answers
 
 
 # --- RL ---------------------------------------------------------------------------------------------------------------
