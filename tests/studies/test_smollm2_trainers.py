@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ def rows_of(batch: dict[str, Any]) -> list[tuple[Tensor, Tensor, Tensor, Tensor,
 def stock_logits(stock: Stock, noised: Tensor, clean: Tensor, start: int) -> Tensor:
     """Of the noised text, block by block, by masks that are written out."""
     edges = sorted({0, *range(start % SIZE, len(clean), SIZE), len(clean)})
-    return torch.cat([stock.block(clean, noised, a, b) for a, b in zip(edges, edges[1:], strict=False)])
+    return torch.cat([stock.block(clean, noised, a, b) for a, b in pairwise(edges)])
 
 
 def next_token_losses(stock: Stock, clean: Tensor, labels: Tensor) -> Tensor:
