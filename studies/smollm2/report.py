@@ -10,10 +10,12 @@ import numpy as np
 from scipy import stats
 
 from d1.runs.tables import markdown_table
-from pocket.uncertainty import mean_of
+from pocket.uncertainty import Mean, mean_of, p_values
 from studies.json_lines import read_lines
 from studies.reports import holm, percent, points, share_of_one_run
 from studies.smollm2.run import DATA, jobs
+from studies.smollm2.second_half import DATA as HALF_DATA
+from studies.smollm2.second_half import FIRST, HALVES
 from studies.smollm2.short_sft import DATA as SHORT_DATA
 from studies.smollm2.short_sft import SHORT_ARMS
 from studies.smollm2.steps import ARMS, RATES, SEEDS, Lines, best_arm, best_rate, rate_of_later_runs
@@ -239,6 +241,44 @@ def short_sft_table(lines: Lines) -> str:
     return markdown_table(head, rows)
 
 
+def second_half_table(lines: Lines) -> str:
+    """Section 6: each second half's validation problems and bits per byte, compared with those of `ar_first`."""
+    done = {name: lines[name] for name in HALVES if name in lines}
+    others = [name for name in done if name != FIRST and FIRST in done]
+    solved: dict[str, np.ndarray] = {}  # (1, problems), minus `ar_first`
+    bits: dict[str, np.ndarray] = {}  # the same, in bits per byte
+    for name in others:
+        line, first = done[name], done[FIRST]
+        solved[name] = outcomes(line, "validation") - outcomes(first, "validation")
+        bits[name] = (np.array([line["bits"]]) - np.array([first["bits"]])) / np.mean(line["bytes"])
+    # The registered tests, if all second halves are there
+    adjusted: dict[str, tuple[float, float]] = {}
+    if len(others) == len(HALVES) - 1:
+        by_measure = [holm([float(p_values(gaps[name])) for name in others]) for gaps in (solved, bits)]
+        adjusted = dict(zip(others, zip(*by_measure, strict=True), strict=True))
+
+    rows = []
+    for name in HALVES:
+        if name not in done:
+            rows.append([name, *[""] * 7])
+            continue
+        line = done[name]
+        cells = [name, share([line], "validation")]
+        cells += [points(mean_of(solved[name])) if name in solved else ""]
+        cells += [f"{adjusted[name][0]:.2g}" if name in adjusted else ""]
+        cells += [f"{sum(line['bits']) / sum(line['bytes']):.4f}"]
+        cells += [signed(mean_of(bits[name])) if name in bits else ""]
+        cells += [f"{adjusted[name][1]:.2g}" if name in adjusted else "", f"{line['seconds'] / 60:.0f}"]
+        rows.append(cells)
+    head = ["second half", "validation, % [95%]", "minus ar_first [95%]", "p (Holm)"]
+    return markdown_table([*head, "bits per byte", "minus ar_first [95%]", "p (Holm)", "minutes of SFT"], rows)
+
+
+def signed(mean: Mean) -> str:
+    """A difference in bits per byte: "-0.0021 [-0.0040, -0.0002]"."""
+    return f"{mean.value:+.4f} [{mean.low:+.4f}, {mean.high:+.4f}]"
+
+
 def texts_table(lines: Lines) -> str:
     """The first completions of test problems, by arm."""
     rows = []
@@ -262,5 +302,7 @@ def parts() -> dict[Path, str]:
     text += f"\n## Rates of RL in `make smollm`\n\n{cpu_rates_table(read_lines(RATES_FILE))}"
     short = {line["job"]: line for line in read_lines(SHORT_DATA)}
     text += f"\n## A short SFT on two cores\n\n{short_sft_table(short)}"
+    halves = {line["job"]: line for line in read_lines(HALF_DATA)}
+    text += f"\n## Second halves of the short SFT\n\n{second_half_table(halves)}"
     text += f"\n## Completions of the first test problems\n\n{texts_table(lines)}"
     return {Path(__file__).with_name("README.md"): text}

@@ -72,7 +72,8 @@ def stage_flags(study: Study, name: str, stage: int, start: Path, out: str | Non
     flags += ["--model_name", start, "--train_data", study.path("sft.jsonl"), "--resume"]
     # In place of the same flags of the full study
     flags += ["--packing", "--batch_size", 16, "--grad_accum_steps", 2, "--eos_padding", 16]
-    flags += ["--max_steps", (4 if study.tiny else STEPS) // len(losses), "--logging_steps", 4, "--eval_steps", 32]
+    steps = (8 if study.tiny else STEPS) // len(losses)
+    flags += ["--max_steps", steps, "--logging_steps", 1 if study.tiny else 4, "--eval_steps", 32]
     return [*map(str, flags)]
 
 

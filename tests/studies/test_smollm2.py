@@ -14,18 +14,20 @@ import pytest
 import torch
 import trl
 from gguf import GGMLQuantizationType
+from scipy import stats
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from d1.eval.scores import user_tasks
 from d1.rl import DiffuGRPOConfig
 from smollm import model as smollm_model
 from studies.json_lines import append_line, read_lines
-from studies.smollm2 import run, short_sft, steps, study_svamp
+from studies.smollm2 import run, second_half, short_sft, steps, study_svamp
 from studies.smollm2.report import (
     contrasts_table,
     conversion_table,
     cpu_rates_table,
     masks_table,
+    second_half_table,
     short_sft_table,
     stages_table,
 )
@@ -505,3 +507,50 @@ def test_short_runs_are_compared_by_problem():
     assert by_arm["in_place"][1].startswith("-25.0 [")
     assert by_arm["ar"][1].startswith("+50.0 [")
     assert by_arm["ar_first"] == ["", "", "", ""]
+
+
+def test_second_halves_start_from_one_first_half_and_differ_as_they_say(tmp_path):
+    study = tiny_study(tmp_path)
+    (tmp_path / "ar" / "tokenizer_config.json").touch()
+    reference = second_half.train_second_half(study, "ar_first")
+    first, second = short_sft.train_short(study, "ar_first")["settings"]  # nothing is trained again
+    assert reference["settings"] == second
+    assert first[first.index("--job_name") + 1] == "short-ar_first-0"
+    assert len(reference["bits"]) == len(reference["bytes"]) == len(reference["validation"]["right"]) == 2
+
+    losses = {"ar_first": reference["losses"]}
+    for name in second_half.HALVES[1:]:
+        line = second_half.train_second_half(study, name)
+        losses[name] = line["losses"]
+        starts = "first-blocks_of_4" if name == "blocks_of_4" else "short-ar_first-0"
+        assert line["settings"][line["settings"].index("--model_name") + 1] == f"OUTPUT_DIR/{starts}"
+        config = json.loads(study.path(f"second-{name}/config.json").read_text())
+        assert config["block_size"] == (4 if name == "blocks_of_4" else 8)
+        assert config["attention_pattern"] == "causal-context"
+    assert len({str(values) for values in losses.values()}) == len(second_half.HALVES)
+
+
+def test_second_halves_are_compared_by_problem():
+    def line(name, right, bits):
+        validation = {"right": right}
+        return {"job": name, "validation": validation, "bits": bits, "bytes": [10, 20, 10, 20], "seconds": 60.0}
+
+    right = {"ar_first": "1100", "forward_kl": "1110", "blocks_of_4": "1100", "annealed": "0000", "aligned": "1111"}
+    lines = {}
+    for number, (name, verdicts) in enumerate(right.items()):
+        lines[name] = line(name, verdicts, [3.0 + number, 6.0, 3.0, 6.0])
+    rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in second_half_table(lines).splitlines()[2:]]
+    by_name = {name: cells for name, *cells in rows}
+    assert by_name["ar_first"][1:3] == ["", ""]
+    assert by_name["ar_first"][3] == f"{18 / 60:.4f}"
+    assert by_name["forward_kl"][1].startswith("+25.0 [")
+    assert by_name["forward_kl"][4].startswith(f"{1 / 60:+.4f} [")
+    # Holm's correction over four, of the t test over problems
+    gaps = [stats.ttest_1samp(gap, 0).pvalue for gap in ([0, 0, 1, 0], [-1, -1, 0, 0], [0, 0, 1, 1])]
+    assert by_name["aligned"][2] == f"{min(1.0, 4 * gaps[2]):.2g}"
+    assert by_name["blocks_of_4"][2] == "1"
+
+    del lines["aligned"]
+    rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in second_half_table(lines).splitlines()[2:]]
+    assert all(cells[2] == cells[5] == "" for _, *cells in rows)  # not all tests are there
+    assert rows[-1] == ["aligned", *[""] * 7]
