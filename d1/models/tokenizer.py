@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -34,6 +35,8 @@ from d1.models.messages import conversation_of as conversation_of
 from d1.models.messages import require_text as require_text
 from d1.models.messages import whole_turns as whole_turns
 from d1.transformers_bridge import has_file
+
+logger = logging.getLogger(__name__)
 
 VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model")
 # LLaDA and Llama 3, Qwen with Dream, SDAR and Fast-dLLM v2, LLaDA-MoE and LLaDA2, Gemma, DiffusionGemma
@@ -199,9 +202,16 @@ def check_mask_token(tokenizer: Any, mask: str, others: Mapping[str, str] | None
 def check_chat_template(
     tokenizer: PreTrainedTokenizerBase, path: str | Path, flag: str = "--plain_chat_template"
 ) -> None:
-    """Raise ValueError if a tokenizer cannot write prompts."""
+    """Raise ValueError if a tokenizer cannot write prompts; warn if it does not write the same ones tomorrow."""
     if tokenizer.chat_template is None:
         raise ValueError(f"the tokenizer of {path} has no chat template: {flag} gives it one")
+    if "strftime_now" in str(tokenizer.chat_template):  # a function of Transformers, which Llama 3.2's template calls
+        logger.warning(
+            "The chat template of %s writes today's date: prompts and results differ from day to day, and a run that "
+            "is resumed on another day may be refused, because its rows are not the same. To keep them equal, write a "
+            "date in place of strftime_now(...) in the template.",
+            path,
+        )
 
 
 def with_texts(messages: Sequence[Message]) -> list[dict[str, Any]]:

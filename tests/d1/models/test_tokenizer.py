@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from d1.models import load_tokenizer
-from d1.models.tokenizer import PLAIN_CHAT_TEMPLATE, encode_prompt, encode_turns, render_prompt
+from d1.models.tokenizer import PLAIN_CHAT_TEMPLATE, check_chat_template, encode_prompt, encode_turns, render_prompt
 from d1.tasks import few_shot_messages, load_task
 from tests.faults import edit_json
 
@@ -207,6 +208,19 @@ def test_the_plain_chat_template_comes_on_request_only(tmp_path):
     plain.chat_template = "{{ messages[0]['content'] }}"
     plain.save_pretrained(tmp_path / "b")
     assert load_tokenizer(tmp_path / "b", plain_chat_template=True).chat_template != PLAIN_CHAT_TEMPLATE
+
+
+def test_a_template_that_writes_the_date_is_named(tmp_path, caplog):
+    """As Llama 3.2's does; another date is another prompt."""
+    tokenizer = load_tokenizer(write(tmp_path, LLADA, eos_token="<|endoftext|>"))
+    tokenizer.chat_template = "{{ messages[0]['content'] }}"
+    check_chat_template(tokenizer, "a")
+    assert not caplog.records
+    tokenizer.chat_template = "{{ strftime_now('%d %b %Y') }}{{ messages[0]['content'] }}"
+    assert render_prompt(tokenizer, [{"role": "user", "content": "a"}]).startswith(f"{datetime.now():%d %b %Y}")
+    check_chat_template(tokenizer, "some/model")
+    (record,) = caplog.records
+    assert record.getMessage().startswith("The chat template of some/model writes today's date")
 
 
 POCKET = Path(__file__).parents[3] / "pocket" / "base"
