@@ -367,14 +367,15 @@ def answer_bits(study: Study, model: Path, arm: Arm) -> list[tuple[float, int]]:
     if block_size(judge_model.config) is not None:
         judge_model.config.block_size = size
     answers = []
-    place = torch.arange(LENGTH) % size  # of a token in its block
     for row in problem_rows(study, "validation"):
         prompt, answer = encoded(tokenizer, row)
         answer = answer[:LENGTH]
-        ids = torch.tensor([answer + [tokenizer.eos_token_id] * (LENGTH - len(answer))])
+        length = -(-len(answer) // size) * size  # of its blocks, which see no later ones
+        ids = torch.tensor([answer + [tokenizer.eos_token_id] * (length - len(answer))])
         views = min(size, len(answer))
+        place = torch.arange(length) % size  # of a token in its block
         hidden = place >= torch.arange(views)[:, None]  # (views, canvas)
-        weights = (place == torch.arange(views)[:, None]) & (torch.arange(LENGTH) < len(answer))
+        weights = (place == torch.arange(views)[:, None]) & (torch.arange(length) < len(answer))
         noise = torch.cat([torch.zeros(views, len(prompt), dtype=torch.bool), hidden], dim=1)
         device = judge_model.device
         with torch.no_grad():
@@ -385,7 +386,7 @@ def answer_bits(study: Study, model: Path, arm: Arm) -> list[tuple[float, int]]:
                 ids.to(device),
                 Views(noise.unsqueeze(0).to(device), weights.unsqueeze(0).float().to(device)),
                 mask_token_id=tokenizer.mask_token_id,
-                gen_length=LENGTH,
+                gen_length=length,
                 views_at_once=size,
             )
         bits = -scores.logps.sum().item() / 0.6931471805599453
