@@ -74,6 +74,9 @@ def arms_of(source: str) -> dict[str, list[Line]]:
         return grouped([*lines, *data("collapse/data/reference.jsonl")], "arm")
     if study == "tools":
         return grouped([line for line in data("tools/data/runs.jsonl") if line["attention"] == part], "arm")
+    if study == "smollm2" and part in ("short_sft", "second_half"):
+        lines = data(f"smollm2/data/{part}.jsonl")
+        return {line["job"]: [{"seed": 0, "right": line["validation"]["right"]}] for line in lines}
     if study == "smollm2":
         found: dict[str, list[Line]] = {}
         for line in data("smollm2/data/runs.jsonl"):
