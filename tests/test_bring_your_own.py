@@ -73,6 +73,10 @@ def test_a_reward_file_needs_only_the_function_of_the_documents(tiny_model_dir, 
     file.write_text("from textwrap import dedent\n\n\ndef _helper():\n    pass\n")
     with pytest.raises(ValueError, match=r"reward file .*my_reward.py defines no function: write f"):
         with_rewards(load_task("sudoku"), str(file))
+    for name in ("cells_reward", "accuracy"):
+        file.write_text(f"def {name}(completions, **columns):\n    return [0.0 for _ in completions]\n")
+        with pytest.raises(ValueError, match=rf"my_reward.py: there is another reward {name}"):
+            with_rewards(load_task("sudoku"), str(file))
     with pytest.raises(FileNotFoundError, match=r"no reward file .*nowhere.py"):
         with_rewards(load_task("sudoku"), "nowhere.py")
 

@@ -53,7 +53,7 @@ from d1.runs.record import CONTENTS, IMPORTS, hash_file, hash_model, hash_settin
 from d1.sampling import Rollout, eos_cut, rollout_stream
 from d1.sampling.graphs import set_compile
 from d1.sampling.settings import UNIFORM_NOISE_DEFAULTS, ModelFlags, SamplingFlags, sampling_settings
-from d1.tasks import TASKS, few_shot_messages, shots_of
+from d1.tasks import TASKS, few_shot_messages, insert_shots, shots_of
 
 logger = logging.getLogger("eval")
 
@@ -133,7 +133,7 @@ def read_prompts(args: EvalRun, task: ModuleType, tokenizer: Any, config: Any = 
                     f"--dont_use_box: the prompts of {args.dataset} ask for a box in other words than"
                     r' " as \boxed{answer}": change them in the task file'
                 )
-        messages, options = turns.add_instructions([*shots, *earlier, {**last, "content": content}])
+        messages, options = turns.add_instructions(insert_shots(shots, [*earlier, {**last, "content": content}]))
         try:
             text = render_prompt(tokenizer, messages, **(args.chat_template_kwargs or {}), **options)
             if args.add_reasoning:
@@ -157,7 +157,14 @@ def read_prompts(args: EvalRun, task: ModuleType, tokenizer: Any, config: Any = 
 
 
 def check_row(row: Mapping[str, Any], index: int) -> None:
-    """Refuse (ValueError) a task's row whose completions a generation file cannot hold."""
+    """Refuse (ValueError) a task's row whose prompt is no chat, or whose completions a generation file cannot hold."""
+    prompt = row["prompt"]
+    last = prompt[-1] if isinstance(prompt, list) and prompt else None
+    if not isinstance(last, Mapping) or not isinstance(last.get("content"), str):
+        raise ValueError(
+            f"problem {index} (from 0): its prompt must be chat messages, such as "
+            f'[{{"role": "user", "content": "..."}}], got {prompt!r:.80}'
+        )
     if not isinstance(row["question"], str):
         raise ValueError(f"problem {index} (from 0): its question must be text, got {row['question']!r:.80}")
     if row["ground_truth"] is None:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # scoring imports no tokenizer
 
 FILE_NAME = re.compile(r"(?P<setup>.+_\d+_\d+)_(?P<rank>0|[1-9]\d{0,3})_generations\.json")
 D1_TASKS = {"gsm8k": "gsm8k", "math500": "math", "math": "math", "countdown": "countdown", "sudoku": "sudoku"}
+UNKNOWN = "unknown"  # the task of files that do not say theirs
 D1_PROBLEMS = {"gsm8k": 1319, "math": 500, "countdown": 256, "sudoku": 256}  # number of problems in d1's evaluation
 SETTINGS = ("model_path", "checkpoint_path", "gen_length", "diffusion_steps", "block_length", "split", "seed")
 RUN = ("task", "expected_problems", "prompt_protocol", *SETTINGS)  # what our files of a setup have in common
@@ -54,7 +55,7 @@ class GeneratedSetup:
     """The content of one setup's files, and the errors in them."""
 
     name: str
-    task: str = "unknown"
+    task: str = UNKNOWN
     model: str = ""
     gen_length: int = 0
     expected: int | None = None
@@ -125,7 +126,7 @@ def read_setup(name: str, files: dict[int, Path]) -> GeneratedSetup:
             identity = data
             break
     head, length, _ = name.rsplit("_", 2)
-    task = "unknown"
+    task = UNKNOWN
     for beginning, task_name in D1_TASKS.items():
         if head.startswith(beginning + "_"):
             task = task_name

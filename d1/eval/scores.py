@@ -24,8 +24,9 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from d1 import extensions
-from d1.eval.files import GeneratedProblem, GeneratedSetup, read_setups
+from d1.eval.files import D1_TASKS, UNKNOWN, GeneratedProblem, GeneratedSetup, read_setups
 from d1.eval.uncertainty import pass_at_k, sign_test, wilson_interval
+from d1.files import check_output_dir
 from d1.ranges import setting
 from d1.runs.cli import SettingsParser, run_script
 from d1.runs.tables import aligned_table
@@ -84,6 +85,11 @@ def score_setup(
     task = None
     try:
         if scoring == "strict":
+            if setup.task == UNKNOWN:
+                raise ValueError(
+                    f"unknown task: its name begins with none of {', '.join(D1_TASKS)}, and its files do not have the "
+                    'task\'s name as "task", next to "generations": write it there'
+                )
             if setup.task not in {**TASKS, **user_task_modules}:  # a file must not name code to run
                 raise ValueError(f"unknown task {setup.task!r}: name its file with --task_file")
             task = under_protocol(user_task_modules.get(setup.task) or load_task(setup.task), setup.protocol)
@@ -183,6 +189,8 @@ def score_strict(text: str, task: ModuleType, row: dict[str, Any]) -> dict[str, 
         raise ValueError("no ground truth")
     answer = task.extract(text)
     scores = task.score(text, row)
+    if not isinstance(scores, Mapping) or not scores:
+        raise ValueError(f"score() of the task must return its metrics, as in {{'accuracy': 1.0}}, got {scores!r:.80}")
     if any(not 0 <= value <= 1 for value in scores.values()):
         raise ValueError(f"scores must lie in [0, 1], got {scores}")
     accuracy, *other_metrics = scores
@@ -300,6 +308,8 @@ def main(args: ParseFlags) -> int:
     """Print the table; return the exit code, 1 if a setup is incomplete or has errors."""
     if args.folder == str(BASELINES) and not BASELINES.is_dir():
         raise FileNotFoundError("name a folder of generation files: those of the pocket models come with a checkout")
+    if args.details:
+        check_output_dir(Path(args.details).parent, "--details: the folder")
     user_task_modules = user_tasks(*args.task_file)
     if args.compare:
         setups = [find_setup(name, args.folder) for name in args.compare]
@@ -312,6 +322,7 @@ def main(args: ParseFlags) -> int:
         for _, details in scored:
             for detail in details:
                 lines.append(json.dumps(detail, default=str) + "\n")
+        Path(args.details).parent.mkdir(parents=True, exist_ok=True)
         Path(args.details).write_text("".join(lines), encoding="utf-8")
     if args.compare:
         for row, details in scored:

@@ -18,7 +18,14 @@ from d1.sampling.record import Canvas, Rollout, Step, rollout_of
 from d1.sampling.reveal import block_schedule
 from d1.sampling.rollouts import check_generator
 from d1.sampling.samplers import make_sampler
-from d1.sampling.settings import BLOCK_LENGTH, SamplingSettings, check_sampler, default_steps, refuse_scdd
+from d1.sampling.settings import (
+    BLOCK_LENGTH,
+    SamplingSettings,
+    check_mask_token_id,
+    check_sampler,
+    default_steps,
+    refuse_scdd,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +87,7 @@ def infill_steps(
     if not ids.shape == hidden.shape == visible.shape or ids.dim() != 2 or hidden.dtype != torch.bool:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in (ids, hidden, visible))
         raise ValueError(f"ids, hidden (bool) and attention_mask must be (rows, length); got {shapes}, {hidden.dtype}")
+    check_mask_token_id(mask_token_id, model.config)
     if not holes.any():
         raise ValueError("no position is hidden: there is nothing to fill")
     if (holes & (seen == 0)).any():

@@ -52,7 +52,8 @@ def start_canvas(prompt_ids: Tensor, attention_mask: Tensor, gen_length: int, ma
 @dataclass(frozen=True)
 class RolloutStart:
     """Canvases from which sampling continues, instead of canvases of mask tokens. The tokens that are there stay,
-    except in blocks after an EOS, which the EOS stop fills.
+    except where an EOS comes before the first block that hides something: the EOS stop fills this block and all later
+    ones.
 
     Attributes:
         ids: (rows, gen_length), with the mask token where a token is to be sampled.
@@ -106,7 +107,8 @@ class RolloutStart:
 
     def add_to(self, sampled: Rollout) -> Rollout:
         """The rollout that continued from here, with the record of the passes before."""
-        was_revealed = self.reveal_steps >= 0
+        is_kept = self.ids == sampled.ids[:, -self.ids.shape[1] :]  # the EOS stop replaces others
+        was_revealed = is_kept & (self.reveal_steps >= 0)
         return replace(
             sampled,
             logps=torch.where(was_revealed, self.logps, sampled.logps),

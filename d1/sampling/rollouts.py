@@ -19,7 +19,7 @@ from d1.sampling.passes import KVCacheRows
 from d1.sampling.predict import Generators
 from d1.sampling.record import Rollout, RolloutStart, Step, rollout_of, start_canvas
 from d1.sampling.samplers import make_sampler
-from d1.sampling.settings import SamplingSettings, check_sampler, check_start
+from d1.sampling.settings import SamplingSettings, check_mask_token_id, check_sampler, check_start
 from d1.sampling.starts import continue_rows, empty_step, put_start
 
 
@@ -100,11 +100,15 @@ def rollout_steps(
         raise ValueError(f"sampling got both settings and {', '.join(fields)}: put all of them into the settings")
 
     # Refuse what makes no sense at the call, not at the first step.
+    if prompt_ids.dim() != 2 or prompt_ids.shape != attention_mask.shape:
+        shapes = f"{tuple(prompt_ids.shape)} and {tuple(attention_mask.shape)}"
+        raise ValueError(f"prompt_ids and attention_mask must be (rows, prompt), got {shapes}")
     if not len(prompt_ids):
         raise ValueError("there is no row to sample")
     settings = settings.for_model(model.config)
     check_generator(settings, generator, len(prompt_ids), eos_token_ids)
     check_sampler(settings, model.config, other_blocks)
+    check_mask_token_id(mask_token_id, model.config)
     if start is not None:
         check_start(settings, model.config)
         if cache_rows is not None:
@@ -192,11 +196,14 @@ def check_generator(
 
 
 def prompt_lengths(config: Any, attention_mask: Tensor) -> list[int | None]:
-    """The tokens of each prompt of a model with blocks; None for other models. With a causal context, a prompt needs at
-    least one."""
+    """The tokens of each prompt of a model with blocks; None for other models. ValueError for padding on the right, and
+    with a causal context for a prompt without tokens."""
     if block_size(config) is None:
         return [None] * len(attention_mask)
-    lengths: list[int | None] = attention_mask.long().sum(1).tolist()
+    is_token = attention_mask.long().cpu()
+    if (is_token.diff(dim=1) < 0).any():
+        raise ValueError("prompts must be padded on the left (tokenizer.padding_side): the completion follows them")
+    lengths: list[int | None] = is_token.sum(1).tolist()
     if has_causal_context(config) and not all(lengths):
         raise ValueError("a prompt is empty: a model with a causal context predicts from at least one token")
     return lengths

@@ -13,7 +13,7 @@ from numbers import Integral, Real
 from typing import TYPE_CHECKING, Annotated, Any
 
 from d1.models.distribution import MODEL_DISTRIBUTION, Distribution, linear_temperature
-from d1.models.kinds import attention_name, block_size, has_masks, is_encoder, windowed
+from d1.models.kinds import attention_name, block_size, has_masks, is_encoder, vocabulary, windowed
 from d1.ranges import AMOUNT, BELOW_ONE, COUNT, NATURAL, POSITIVE, SEED, Range, nearest, ranges_of, setting
 from d1.sampling.caches import CACHES
 from d1.sampling.reveal import REMASKING, RULES, block_schedule, reveal_schedule
@@ -325,15 +325,22 @@ class SamplingSettings:
         filled = 0 if filled is None or self.first_token is not None else filled
         ends = [0, *range(self.block_length - filled, self.gen_length, self.block_length), self.gen_length]
         sizes = [end - start for start, end in pairwise(ends)]
-        if self.first_token != "causal":
+        if self.first_token is None:
             return block_schedule(sizes, self.steps)
-        rest, steps = [size - 1 for size in sizes if size > 1], self.steps - len(sizes)
-        if steps < len(rest):
+        is_causal = self.first_token == "causal"
+        rest = [size - 1 for size in sizes if size > 1]
+        needed, which = len(sizes), ""
+        if is_causal:
+            needed += len(rest)
+            which = ", whose first tokens take a step each,"
+        if not needed <= self.steps <= self.gen_length:
             raise ValueError(
-                f"{self.gen_length} tokens in {len(sizes)} blocks, whose first tokens take a step each, need at least "
-                f"{len(sizes) + len(rest)} steps, got {self.steps}"
+                f"{self.gen_length} tokens in {len(sizes)} blocks{which} need between {needed} and {self.gen_length} "
+                f"steps, got {self.steps}"
             )
-        later = iter(block_schedule(rest, steps))
+        if not is_causal:
+            return block_schedule(sizes, self.steps)
+        later = iter(block_schedule(rest, self.steps - len(sizes)))
         return [[1, *(next(later) if size > 1 else ())] for size in sizes]
 
 
@@ -380,6 +387,15 @@ def check_sampler(settings: SamplingSettings, config: Any, other_blocks: bool = 
         raise ValueError(
             f"this {kind} has blocks of {size} tokens, so block_length must be {size}, not "
             f"{settings.block_length}; d1.sampling.rollout accepts other lengths with other_blocks=True"
+        )
+
+
+def check_mask_token_id(mask_token_id: Any, config: Any) -> None:
+    """Raise ValueError unless it is an id of the model, or the model has no masks."""
+    if has_masks(config) and (mask_token_id is None or not 0 <= mask_token_id < vocabulary(config)):
+        raise ValueError(
+            f"mask_token_id must be one of the model's {vocabulary(config)} ids, got {mask_token_id}: the tokenizer of "
+            "d1.models.load_tokenizer has it"
         )
 
 

@@ -21,7 +21,7 @@ from d1.sampling.loop import Batch, Choice, Row, Sampler, Stops, Targets
 from d1.sampling.other_samplers import other_sampler, stream_in_batches
 from d1.sampling.passes import KVCacheRows
 from d1.sampling.record import Canvas, Rollout, Step, empty_record, record_step, start_canvas
-from d1.sampling.settings import SamplingSettings, check_sampler
+from d1.sampling.settings import SamplingSettings, check_mask_token_id, check_sampler
 
 # Ids without padding, the row's generator where sampling draws, and perhaps `stops` and its cache rows as in `rollout`
 Prompt = (
@@ -65,6 +65,7 @@ def rollout_stream(
     require_prepared(model)
     settings = settings.for_model(model.config)
     check_sampler(settings, model.config)
+    check_mask_token_id(mask_token_id, model.config)
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
     stop_token_ids = tuple(eos_token_ids or ())

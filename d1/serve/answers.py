@@ -49,6 +49,10 @@ def step_map(completed: Completed) -> list[int]:
     return passes
 
 
+# What Transformers' `clean_up_tokenization` changes in a text; " n ' t" in two steps
+CLEANED_UP = (" .", " ?", " !", " ,", " ' ", " n't", " n ' t", " 'm", " 's", " 've", " 're")
+
+
 @dataclass
 class Choice:
     """The text of a row, up to its first end or stop string, as it grows."""
@@ -71,7 +75,10 @@ class Choice:
             final_length = len(text)
         else:
             text = text.rstrip("\ufffd")  # bytes of a character that is not whole yet
-            final_length = start_of_stop(text, self.stops)
+            replaced = [*self.stops]
+            if getattr(self.tokenizer, "clean_up_tokenization_spaces", False):  # of some BERT tokenizers
+                replaced += CLEANED_UP
+            final_length = start_of_stop(text, replaced)
         self.ids = ids[:end]
         self.text = cut_at_stop(text, self.stops)
         if end < len(ids) or len(self.text) < min(len(text), final_length + 1):
@@ -96,8 +103,9 @@ def start_of_stop(text: str, stops: Sequence[str]) -> int:
     return len(text)
 
 
-def usage(rows: Sequence[Row], choices: Sequence[Choice]) -> dict[str, int]:
-    prompt_tokens = sum(len(row.ids) for row in rows)
+def usage(rows: Sequence[Row], choices: Sequence[Choice], n: int) -> dict[str, int]:
+    """The tokens of a request with `n` rows per prompt, in order; each prompt counts once, as in OpenAI's API."""
+    prompt_tokens = sum(len(row.ids) for row in rows[::n])
     completion_tokens = sum(len(choice.ids) for choice in choices)
     return {
         "prompt_tokens": prompt_tokens,

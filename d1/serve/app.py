@@ -231,7 +231,7 @@ def openai_routes(server: Server) -> Any:
         choices = [Choice(server.tokenizer, row.ends, body.stops) for row in rows]
         if body.stream:
             with_usage = bool((body.stream_options or {}).get("include_usage"))
-            events = stream_rows(server, rows, choices, object_name, with_usage)
+            events = stream_rows(server, rows, choices, object_name, body.n if with_usage else None)
             first_event = await anext(events)  # a full queue is answered by 429, before the stream begins
 
             async def all_events() -> AsyncIterator[str]:
@@ -246,7 +246,7 @@ def openai_routes(server: Server) -> Any:
             await complete_rows(server.engine, rows, choices)
             kind = "message" if object_name.startswith("chat") else ""
             entries = [choice_of(index, choice.text, choice.reason, kind) for index, choice in enumerate(choices)]
-            return envelope(object_name, server.name, rows, entries, usage=usage(rows, choices))
+            return envelope(object_name, server.name, rows, entries, usage=usage(rows, choices, body.n))
 
         return await answer_unless_disconnected(request, sample())
 

@@ -21,8 +21,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
 from d1.models.kinds import block_size, check_room, max_positions
 from d1.models.messages import REASONING
-from d1.models.tokenizer import check_no_mask, encode_prompt, end_ids, render_prompt
+from d1.models.tokenizer import check_no_mask, encode_prompt, encode_question, end_ids, render_prompt
 from d1.ranges import SEED
+from d1.sampling.reveal import REMASKING
 from d1.sampling.settings import LARGEST, SamplingSettings, check_sampler, default_steps, refuse_scdd
 from d1.serve import LOCAL
 from d1.serve.answers import Choice, choice_of, envelope, server_sent_event, step_of, usage
@@ -291,13 +292,16 @@ class Server:
             values |= GREEDY
         if "sampler" in requested:
             values |= dict.fromkeys(SAMPLER_SETTINGS)
+            if "parallel" in requested["sampler"] and not REMASKING[defaults.remasking].by_confidence:
+                values["remasking"] = "low_confidence"
         elif "reveal" in requested and requested["reveal"] != defaults.rule:
             values["reveal_level"] = None
             if defaults.editing is not None:  # its level is one of the rule threshold
                 values["editing"] = None
             if defaults.edit_threshold is None and "edit_threshold" not in requested:
                 values["max_post_steps"] = None
-        if "editing" in requested:  # it has levels of its own
+        if "editing" in requested:  # it has levels of its own, of the rule threshold
+            values["reveal"] = None
             values["reveal_level"] = None
             values["edit_threshold"] = None
         values |= requested
@@ -338,6 +342,13 @@ class Server:
         max_count = CHARACTERS_PER_POSITION * self.room
         if count > max_count:
             raise ValueError(f"too long: {count} characters of text, and this model takes at most {max_count}")
+
+    def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
+        """The ids of a chat, up to where the model answers. Raises ValueError if it is too long, or if the template
+        leaves out a message, as many do with roles that they do not know."""
+        text = render_prompt(self.tokenizer, messages)
+        self.check_characters(len(text))
+        return encode_question(self.tokenizer, messages, {})
 
     def make_rows(
         self, prompts: Any, rids: Sequence[str], settings: SamplingSettings, ends: Any, seed: Any
@@ -422,7 +433,7 @@ class Server:
         if isinstance(body, Chat):
             messages = [{"role": message.role, "content": join_parts(message.content)} for message in body.messages]
             self.check_characters(sum(len(message["role"]) + len(message["content"]) for message in messages))
-            prompts: list[Any] = [render_prompt(self.tokenizer, messages)]
+            prompts: list[Any] = [messages]
             if body.max_completion_tokens is not None:
                 length = body.max_completion_tokens
         else:
@@ -431,9 +442,14 @@ class Server:
             prompts = [*body.prompt] if has_several else [body.prompt]
         self.check_count(prompts, body.n)
         settings = self.settings(body, length)
+        ids = []
         for prompt in prompts:
-            self.check_characters(len(prompt) if isinstance(prompt, str) else 0)
-        ids = [encode_prompt(self.tokenizer, prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+            if isinstance(body, Chat):
+                prompt = self.encode_chat(prompt)
+            elif isinstance(prompt, str):
+                self.check_characters(len(prompt))
+                prompt = encode_prompt(self.tokenizer, prompt)
+            ids.append(prompt)
         rid = body.rid
         if not rid:
             rid = uuid.uuid4().hex if body.seed is None else "seed"
@@ -511,10 +527,11 @@ async def complete_rows(engine: Engine, rows: Sequence[Row], choices: Sequence[C
 
 
 async def stream_rows(
-    server: Server, rows: Sequence[Row], choices: Sequence[Choice], object_name: str, with_usage: bool
+    server: Server, rows: Sequence[Row], choices: Sequence[Choice], object_name: str, usage_n: int | None
 ) -> AsyncGenerator[str]:
     """The server-sent events of OpenAI's streams. What a pass revealed is a chunk without text, with a `step`. A row
-    that began again with other weights, after some of its text was passed on, ends the stream with an error."""
+    that began again with other weights, after some of its text was passed on, ends the stream with an error. The usage
+    comes last, with `usage_n` rows per prompt; None: it is not asked for."""
     kind = ""
     if object_name.startswith("chat"):
         kind = "delta"
@@ -542,6 +559,6 @@ async def stream_rows(
         except Stopped as error:
             yield server_sent_event({"error": {"message": str(error), "code": error.status}})
             return
-    if with_usage:
-        yield server_sent_event(make_chunk([], usage=usage(rows, choices)))
+    if usage_n is not None:
+        yield server_sent_event(make_chunk([], usage=usage(rows, choices, usage_n)))
     yield server_sent_event("[DONE]")

@@ -30,7 +30,7 @@ from d1.models.head import CHUNK_ELEMENTS, chunk_factor
 from d1.sampling.edits import remaining_after_edits
 from d1.sampling.loop import Row, select_confident
 from d1.sampling.predict import predict_from
-from d1.sampling.settings import POST_STEPS_RANGE, SamplingSettings
+from d1.sampling.settings import POST_STEPS_RANGE, UNIFORM_NOISE_DEFAULTS, SamplingSettings, refuse_scdd
 from d1.serve.engine import key_of
 
 VERSION = "0.5.23"  # of SGLang: the only one that this plugin was tried with
@@ -217,6 +217,22 @@ def record_blocks(ids: Tensor, finished: Sequence[tuple[int, Sampled]]) -> None:
 # --- The plugin -------------------------------------------------------------------------------------------------------
 
 
+def read_ends(custom: dict[str, Any]) -> tuple[int, ...]:
+    """The ids that end a row; ValueError if `eos_stop` is no list of ids."""
+    ends = custom.get("eos_stop", [])
+    if not isinstance(ends, list | tuple) or not all(isinstance(end, int) for end in ends):
+        raise ValueError(f"eos_stop must be a list of token ids, got {ends!r:.60}")
+    return tuple(ends)
+
+
+def read_seed(params: Any) -> int:
+    """The seed of a request; ValueError if it is none."""
+    seed = (params.custom_params or {}).get("seed", params.sampling_seed or 0)
+    if not isinstance(seed, int) or seed < 0:
+        raise ValueError(f"the seed must be an integer >= 0, got {seed!r:.60}")
+    return seed
+
+
 def settings_of(params: Any, block_size: int) -> SamplingSettings:
     """The settings that SGLang's sampling parameters ask for.
 
@@ -224,7 +240,12 @@ def settings_of(params: Any, block_size: int) -> SamplingSettings:
         ValueError: they make no sense, or the engine does not do what they ask for.
     """
     length = params.max_new_tokens
-    values = (params.custom_params or {}).get("settings")
+    custom = params.custom_params or {}
+    values = custom.get("settings")
+    if not isinstance(values, dict | None):
+        raise ValueError(f"settings must be an object, got {values!r:.60}")
+    read_ends(custom)
+    read_seed(params)
     if values is None:
         values = {"block_length": block_size, "steps": length}
         if params.top_k != 1:  # which SGLang writes for temperature 0
@@ -239,6 +260,10 @@ def settings_of(params: Any, block_size: int) -> SamplingSettings:
     settings = SamplingSettings(**values)
     if settings.block_length != block_size:
         raise ValueError(f"block_length must be {block_size}, not {settings.block_length}: it is that of the model")
+    refuse_scdd(settings, "SGLang")
+    for name, unset in (UNIFORM_NOISE_DEFAULTS | {"first_token": None}).items():
+        if getattr(settings, name) != unset:
+            raise ValueError(f"{name} would be ignored: no model that SGLang samples with this plugin reads it")
     if settings.cfg_scale > 0 or settings.cache is not None:
         raise ValueError("SGLang does no guidance and has a cache of its own: use d1 serve for cfg_scale and kv_cache")
     return settings
@@ -366,12 +391,11 @@ def algorithm_class() -> type:
             if state.is_finished or not has_masks:
                 return None
             if not hasattr(request, "d1_sampled"):
-                custom = params.custom_params or {}
                 request.d1_sampled = Sampled.create(
                     prompt=len(request.origin_input_ids),
                     rid=request.rid,
-                    seed=custom.get("seed", params.sampling_seed or 0),
-                    ends=custom.get("eos_stop", ()),
+                    seed=read_seed(params),
+                    ends=read_ends(params.custom_params or {}),
                     settings=settings_of(params, self.block_size),
                     device=device,
                 )

@@ -11,8 +11,8 @@ A task module has
 - optionally `CONCURRENT`, how many calls of `score` may run at a time, in threads;
 - optionally `demonstrate(row)` -> a model completion for a training row, for few-shot prompts;
 - optionally `PROTOCOLS`: other ways to ask the same problems and to read the answers. Each entry says what changes:
-  `QUESTION`, the user's message with {question} in it; `SHOTS`, how many solved training problems come before it as
-  turns of their own (default 0); `demonstrate`, `extract`, `score`, `REWARDS` as above.
+  `QUESTION`, the user's message with {question} in it, and any other brace twice; `SHOTS`, how many solved training
+  problems come before it as turns of their own (default 0); `demonstrate`, `extract`, `score`, `REWARDS` as above.
 
 The protocol "d1" (arXiv 2504.12216) is the module itself: instructions, a format with `<reasoning>` and `<answer>`, no
 examples. "llada" is how LLaDA-8B-Instruct was evaluated (arXiv 2502.09992, table 2, and its released OpenCompass
@@ -48,6 +48,7 @@ TASKS = {
     "svamp": "d1.tasks.svamp",
 }
 PROTOCOLS = ("d1", "llada")  # those of the tasks here; a task file may have others
+PROTOCOL_CHANGES = ("SHOTS", "demonstrate", "extract", "score", "REWARDS")  # besides QUESTION
 SHOT_SEED = 0  # seed of the examples in RL; eval.py has the same default seed, so it shows the same examples
 SPLITS = ("train", "validation", "test")
 DATA_FILES = (".json", ".jsonl", ".csv", ".parquet")  # endings of files of problems
@@ -111,6 +112,21 @@ def under_protocol(task: ModuleType, name: str) -> ModuleType:
     if "QUESTION" not in changes:
         raise ValueError(f"prompt protocol {name!r} of task {task.__name__} has no QUESTION, the user's message")
     question = changes.pop("QUESTION")
+    unknown = set(changes) - set(PROTOCOL_CHANGES)
+    if unknown:
+        raise ValueError(
+            f"prompt protocol {name!r} of task {task.__name__} has {', '.join(sorted(unknown))}: "
+            f"it may change QUESTION, {', '.join(PROTOCOL_CHANGES)}"
+        )
+    try:
+        asks_question = question.format(question="1") != question.format(question="2")
+    except (LookupError, ValueError):  # other fields, or a single brace
+        asks_question = False
+    if not asks_question:
+        raise ValueError(
+            f"QUESTION of prompt protocol {name!r} of task {task.__name__} must have {{question}} where the problem "
+            f"goes, and other braces twice, as in \\boxed{{{{}}}}, got {question!r:.80}"
+        )
 
     def load_rows(split: str, data_file: str | None = None) -> Dataset:
         rows = task.load_rows(split, data_file)
@@ -124,7 +140,8 @@ def with_rewards(task: ModuleType, file: str | None) -> ModuleType:
     """The task with the functions of a `.py` file as further rewards, in their order in the file.
 
     Imported functions, and those whose name begins with an underscore, are no rewards. None: the task itself. Raises
-    ValueError if the file has another ending or no function, FileNotFoundError if there is no such file.
+    ValueError if the file has another ending or no function, or if a function has the name of another reward;
+    FileNotFoundError if there is no such file.
     """
     if file is None:
         return task
@@ -136,6 +153,15 @@ def with_rewards(task: ModuleType, file: str | None) -> ModuleType:
     rewards = functions_in(path, f"d1_user_rewards_{path.stem}")
     if not rewards:
         raise ValueError(f"reward file {path} defines no function: write f(completions, **columns) -> list of numbers")
+    other_names = {"accuracy"}  # every run logs it
+    for reward in task.REWARDS:
+        other_names.add(getattr(reward, "__name__", ""))
+    for reward in rewards:
+        if reward.__name__ in other_names:
+            raise ValueError(
+                f"reward file {path}: there is another reward {reward.__name__}, and the log shows rewards by name: "
+                "rename the function"
+            )
     return _copy_task(task, REWARDS=[*task.REWARDS, *rewards])
 
 
@@ -197,16 +223,16 @@ def with_shots(
     shot_questions = [message["content"] for message in shots if message["role"] == "user"]
     train = train.filter(lambda row: row["prompt"][-1]["content"] not in shot_questions)
 
-    train = _with_prompts(train, [shots + prompt for prompt in train["prompt"]])
+    train = _with_prompts(train, [insert_shots(shots, prompt) for prompt in train["prompt"]])
     if validation is not None:
-        validation = _with_prompts(validation, [shots + prompt for prompt in validation["prompt"]])
+        validation = _with_prompts(validation, [insert_shots(shots, prompt) for prompt in validation["prompt"]])
     return train, validation
 
 
 def few_shot_messages(
     task: ModuleType, count: int, seed: int, data_file: str | None = None, held_out: Sequence[str] = ()
 ) -> list[Message]:
-    """`count` solved problems as user/assistant turns, to put before a problem's own `prompt`.
+    """`count` solved problems as user/assistant turns, for `insert_shots`; without the system message of a prompt.
 
     They are drawn with `seed` from the task's training split (or from `data_file`, which then holds training
     problems). The questions `held_out` are never drawn.
@@ -225,8 +251,21 @@ def few_shot_messages(
     messages: list[Message] = []
     for index in random.Random(seed).sample(usable, count):
         row = rows[index]
-        messages += [*row["prompt"], {"role": "assistant", "content": task.demonstrate(row)}]
+        _, prompt = _split_system(row["prompt"])
+        messages += [*prompt, {"role": "assistant", "content": task.demonstrate(row)}]
     return messages
+
+
+def insert_shots(shots: Sequence[Message], prompt: Sequence[Message]) -> list[Message]:
+    """The prompt with the turns of solved problems in front of it, after its system message."""
+    system, turns = _split_system(prompt)
+    return [*system, *shots, *turns]
+
+
+def _split_system(prompt: Sequence[Message]) -> tuple[Sequence[Message], Sequence[Message]]:
+    """The system message at the beginning of a prompt, if there is one, and the rest."""
+    count = 1 if prompt and prompt[0]["role"] == "system" else 0
+    return prompt[:count], prompt[count:]
 
 
 def format_completion(reasoning: str, answer: str) -> str:

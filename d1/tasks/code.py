@@ -56,7 +56,8 @@ TRAIN = ("KodCode/KodCode-V1", None)
 TEST = ("openai/openai_humaneval", None)
 CONCURRENT = WORKERS  # calls of `score` that evaluation may make at a time
 
-_OPENING = re.compile(r"(?:^([ \t]*))?```([\w+#.-]*)[ \t]*\r?\n", re.MULTILINE)  # the blanks before a fence, its mark
+# The blanks before a fence, and its mark; at the beginning of a line, "``` python" has one, too
+_OPENING = re.compile(r"(?:^([ \t]*))?```(?(1)(?:[ \t]+(?=(?i:python3?|py)\s))?)([\w+#.-]*)[ \t]*\r?\n", re.MULTILINE)
 _CLOSING = re.compile(r"(^[ \t]*)?```", re.MULTILINE)
 MAX_FENCES = 16  # that may end one block
 _warnings_lock = threading.Lock()  # programs are read in several threads, and Python's filters are those of the process

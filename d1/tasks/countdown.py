@@ -39,6 +39,7 @@ _LATEX = [
     (re.compile(r"\\div(?![A-Za-z])|÷"), "/"),
     (re.compile(r"[‐‑‒–—―−]"), "-"),
     (re.compile(r"\\(?:left|right)(?![A-Za-z])|\\[!,;: ()\[\]]|\$|\\(?:quad|displaystyle)(?![A-Za-z])"), " "),
+    (re.compile(r"[^\S\t\n\r ]"), " "),  # no-break and thin spaces
     (re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}"), r"((\1)/(\2))"),
 ]
 _ALLOWED = re.compile(r"[0-9+\-*/() \t\n]+")

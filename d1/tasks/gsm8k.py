@@ -12,7 +12,7 @@ from datasets import Dataset
 
 from d1.tasks import MAX_TEXT, Completion, final_answer, format_completion, problem, reward_each
 from d1.tasks.data import NUMBER, read_problems, task_rows, text_in
-from d1.tasks.latex import DEGREES, TEXT, plain_characters, unwrap
+from d1.tasks.latex import DEGREES, FRACTION_SIGNS, TEXT, plain_characters, unwrap
 
 INSTRUCTIONS = "Solve the problem below step by step."
 ANSWER = r"the final number as \boxed{number}"
@@ -169,7 +169,7 @@ def _is_in_fraction(text: str, position: int) -> bool:
 def _plain(text: str) -> str:
     """The text with one form of fractions and minus signs, and without currency signs and thousands separators."""
     text = _join_groups(_PUNCTUATION.sub(" : ", text))
-    text = re.sub(r"\\?\$|[€£¥]", "", text).replace("½", r"\frac12").replace("¼", r"\frac14").replace("¾", r"\frac34")
+    text = re.sub(r"\\?\$|[€£¥]", "", text).translate(FRACTION_SIGNS)
     text = _THOUSANDS.sub("", _POWER_OF_TEN.sub(r"e\1\2", text))
     return _FRAC.sub(lambda parts: f" {parts[1] or parts[2]}/{parts[3] or parts[4]}", text)
 

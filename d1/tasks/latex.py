@@ -50,6 +50,8 @@ _SIGNS = {
     "∪": r"\cup ",
     "≤": r"\le ",
     "≥": r"\ge ",
+    "⩽": r"\le ",
+    "⩾": r"\ge ",
     "≠": r"\ne ",
     "∅": r"\emptyset ",
     "∈": r"\in ",
@@ -58,16 +60,17 @@ _SIGNS = {
     "º": "°",
     "⁄": "/",
 }
-for _code in (0xBC, 0xBD, 0xBE, *range(0x2150, 0x215F)):  # fractions of one character
+FRACTION_SIGNS: dict[int, str] = {}  # LaTeX of the fractions of one character, for str.translate
+for _code in (0xBC, 0xBD, 0xBE, *range(0x2150, 0x215F)):
     _top, _, _bottom = unicodedata.normalize("NFKC", chr(_code)).partition("⁄")
-    _SIGNS[chr(_code)] = rf"\frac{{{_top}}}{{{_bottom}}}"
+    FRACTION_SIGNS[_code] = rf"\frac{{{_top}}}{{{_bottom}}}"
 _SUBSCRIPTS = re.compile(r"[₀-₉]+")
 _LOW_DIGITS = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
 _SUPERSCRIPTS = re.compile(r"[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+")
 _DIGITS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 _ROOT = re.compile(r"([√∛])\s*(?:\(([^()]*)\)|\{([^{}]*)\}|([0-9A-Za-z]+))")
 _FROM_CHARACTERS = str.maketrans(_CHARACTERS)
-_FROM_SIGNS = str.maketrans(_SIGNS)
+_FROM_SIGNS = str.maketrans(_SIGNS) | FRACTION_SIGNS
 
 
 def plain_characters(text: str) -> str:
@@ -192,7 +195,7 @@ _UNIT_NAMES = {
     "cent": "cent ¢",
     "euro": "euro eur €",
     "£": "£ gbp",
-    "mph": "mph",
+    "mi/h": "mph",
     "unit": "unit",
 }
 _UNITS = {name: unit for unit, names in _UNIT_NAMES.items() for name in (unit, *names.split())}
@@ -211,6 +214,7 @@ _NUMBER_AND_WORDS = re.compile(
     r"(?:-?[0-9][0-9.,]*|-?[0-9]+/[0-9]+|-?[0-9]+ [0-9]+/[0-9]+|-?(?:[0-9]+ ?)?\\[dt]?frac\{[0-9]+\}\{[0-9]+\})"
     r"\s+((?:[A-Za-z]{3,})(?:(?:\s+|/)[A-Za-z]+)*)$"
 )
+_RATE = re.compile(r"(?<=[0-9}])\s+([A-Za-z]+)\s*/\s*([A-Za-z]+)$")  # "5 m/s"
 _NO_UNIT = re.compile(
     r"\b(?:and|or|to|if|for|base|mod|plus|minus|times|over|point|sqrt|frac|pi|log|ln|sin|cos|tan|factorial|squared|"
     r"cubed|hal(?:f|ves)|thirds|quarters|fourths|fifths|sixths|eighths|tenths|hundredths|thousandths|"
@@ -273,6 +277,10 @@ def _split_unit(text: str) -> tuple[str, str | None]:
     words = _NUMBER_AND_WORDS.match(text)
     if words and not _NO_UNIT.search(words[1]):
         return text[: words.start(1)], unit
+    rate = _RATE.search(text)
+    is_product = rate and _VARIABLE.search(text, text.rfind("=") + 1, rate.start())
+    if rate and not is_product and unit_of(rate[1]) and unit_of(rate[2]):
+        return text[: rate.start()], f"{unit_of(rate[1])}/{unit_of(rate[2])}"
     return text, unit
 
 
@@ -485,7 +493,8 @@ def tree_of(text: str) -> Tree:
         return ["()", r"-\infty", r"\infty"]
     name = _NAME.match(text)
     if name:
-        return ["=", name[1], tree_of(text[name.end() :].rpartition("=")[2])]
+        plain_name = re.sub("[{}]", "", name[1])  # a_{n} is a_n
+        return ["=", plain_name, tree_of(text[name.end() :].rpartition("=")[2])]
     name_behind = _NAME_BEHIND.fullmatch(text)
     if name_behind:
         return ["=", name_behind[2], tree_of(name_behind[1])]

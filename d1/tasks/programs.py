@@ -28,6 +28,8 @@ INPUTS = ("abcde", "edcba")  # of the shipped examples
 HIDDEN = "vwxyz"  # the input on which an answer is judged, too
 LETTERS = len(HIDDEN)  # letters of x, and of f(x)
 
+_CODE = re.compile(r"(?:```(?:python|py)?\s*\n|`)([^`]+)(?:```|`)")
+
 Function = tuple[int, ...]  # the index in x of each letter of f(x)
 
 
@@ -77,8 +79,12 @@ def _task_row(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def extract(text: str) -> str | None:
-    """The expression in a completion's last answer block, or None."""
-    return answer_block(text) or None
+    """The expression in a completion's last answer block, or None; it may stand in backticks."""
+    answer = answer_block(text) or ""
+    code = _CODE.fullmatch(answer)
+    if code:
+        answer = code[1].strip()
+    return answer or None
 
 
 def demonstrate(row: dict[str, Any]) -> str:

@@ -209,6 +209,7 @@ def test_unknown_tasks_are_errors_of_their_row_and_name_no_code_to_run(tmp_path)
     rows = {name: row for name, (row, _) in score_all(tmp_path).items()}
     for name in ("game24_m_32_16", "evil_m_32_16"):
         assert "unknown task" in rows[name].errors[0]
+    assert "its name begins with none of gsm8k, math500" in rows["game24_m_32_16"].errors[0]
     assert not (tmp_path / "ran").exists()
     assert rows["sudoku_m_32_16"].accuracy == 100
 

@@ -201,6 +201,8 @@ def test_a_box_that_the_prompts_of_a_task_file_ask_for_in_other_words_is_named(t
         ("'question': '?', 'ground_truth': None", r"problem 0 \(from 0\) has no ground_truth"),
         ("'question': 5, 'ground_truth': 1", r"problem 0 \(from 0\): its question must be text, got 5"),
         ("'question': '?', 'ground_truth': date(2024, 5, 1)", "its ground_truth must be a JSON value, got datetime"),
+        ("'prompt': 'Is 1?', 'question': '?', 'ground_truth': 1", "its prompt must be chat messages, .* got 'Is 1"),
+        ("'prompt': [], 'question': '?', 'ground_truth': 1", r"its prompt must be chat messages, .* got \[\]"),
     ],
 )
 def test_a_row_that_no_file_can_hold_is_named_before_anything_is_sampled(tiny_model_dir, tmp_path, row, message):

@@ -10,6 +10,7 @@ import subprocess
 from itertools import combinations
 from pathlib import Path
 from statistics import fmean
+from types import ModuleType
 
 import pytest
 from hypothesis import given, settings
@@ -148,6 +149,24 @@ def test_an_answer_is_what_the_tasks_extract_returns(tmp_path, write_sudoku):
     assert (done.returncode, row["n"], row["accuracy"], row["metrics"]) == (1, 1, 100, {"some": 100})
     (error,) = row["errors"]
     assert error.startswith("mine_m_32_16_0_generations.json, item 1: score() of the task returns the metrics [] after")
+
+
+@pytest.mark.parametrize("returned", ["1.0", "{}", "None"])
+def test_a_score_that_is_no_dict_of_metrics_is_said(returned):
+    task = ModuleType("mine")
+    exec(f"def extract(text): return text\ndef score(text, row): return {returned}", vars(task))
+    with pytest.raises(ValueError, match=r"score\(\) of the task must return its metrics, .* got " + returned):
+        scores.score_strict("", task, {"question": "", "ground_truth": 1})
+
+
+def test_details_may_be_in_a_new_folder_and_a_wrong_one_is_said_before_scoring(folder, tmp_path, monkeypatch):
+    assert run(folder, "--details", tmp_path / "new" / "details.jsonl").returncode == 0
+    assert len((tmp_path / "new" / "details.jsonl").read_text().splitlines()) == 32
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(scores, "score_setup", None)
+    done = run(folder, "--details", tmp_path / "file" / "details.jsonl")
+    assert done.returncode == 1
+    assert "--details: the folder" in done.stderr
 
 
 # ---- several completions per problem

@@ -175,8 +175,12 @@ def test_the_causal_token_takes_a_step_of_its_own():
     assert SamplingSettings(5, 4, 3, first_token="causal").schedule() == [[1, 3], [1]]
     assert SamplingSettings(3, 1, 3, first_token="causal").schedule() == [[1], [1], [1]]
     assert SamplingSettings(10, 4, 5, first_token="masked").schedule(3) == [[2, 2], [2, 2], [2]]
-    with pytest.raises(ValueError, match=r"8 tokens in 2 blocks, whose first tokens .* at least 4 steps, got 3"):
-        SamplingSettings(8, 4, 3, first_token="causal")
+    for steps in (3, 9):
+        with pytest.raises(ValueError, match=rf"8 tokens in 2 blocks, whose .* between 4 and 8 steps, got {steps}"):
+            SamplingSettings(8, 4, steps, first_token="causal")
+    for steps in (1, 9):
+        with pytest.raises(ValueError, match=f"8 tokens in 2 blocks need between 2 and 8 steps, got {steps}"):
+            SamplingSettings(8, 4, steps, first_token="masked")
 
 
 def test_what_a_causal_context_cannot_do_is_refused(load):

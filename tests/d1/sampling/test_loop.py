@@ -15,6 +15,7 @@ from benchmarks import published
 from d1.masking import keyed_generator
 from d1.models import load_model, prepare
 from d1.sampling import SamplingSettings, eos_cut, generate, rollout, rollout_steps
+from tests.d1.released import CAUSAL
 from tests.d1.sampling.reference import (
     EDITORS,
     GIVEN,
@@ -355,14 +356,26 @@ def test_a_model_that_was_not_prepared_is_refused_before_its_first_pass(sample):
         ({"generator": [keyed_generator(0)]}, "one generator per row"),
         ({"temperature": 1.0, "sampler": "parallel", "generator": keyed_generator(0)}, "a list of generators, one per"),
         ({"remasking": "random", "eos_token_ids": [2]}, "a list of generators, one per row"),
+        ({"mask_token_id": None}, "one of the model's 64 ids, got None: the tokenizer of d1.models.load_tokenizer"),
+        ({"mask_token_id": 64}, "one of the model's 64 ids, got 64"),
+        ({"attention_mask": torch.ones(2, 3)}, r"must be \(rows, prompt\), got \(2, 4\) and \(2, 3\)"),
     ],
 )
 def test_bad_arguments_are_refused_before_the_first_forward_pass(change, message):
     ids, mask = make_prompts([4, 2], 0)
     with pytest.raises(ValueError, match=message):
-        rollout_steps(prepare(bare()), ids, mask, **GOOD | change)
+        rollout_steps(prepare(bare()), ids, **{"attention_mask": mask} | GOOD | change)
 
 
 def test_a_rollout_of_no_rows_is_refused():
     with pytest.raises(ValueError, match="there is no row to sample"):
         rollout(prepare(bare()), *(torch.zeros(0, 4).long() for _ in range(2)), **GOOD)
+
+
+@pytest.mark.parametrize("kind", ["sdar", CAUSAL])
+def test_a_model_with_blocks_refuses_padding_on_the_right(load, kind):
+    """Its blocks are counted from the end of the prompt, so that the padding would be part of it."""
+    mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
+    options = {"mask_token_id": MASK, "gen_length": 8, "block_length": 4, "steps": 8}
+    with pytest.raises(ValueError, match="padded on the left"):
+        rollout_steps(load(kind), torch.full((2, 3), 5), mask, **options)

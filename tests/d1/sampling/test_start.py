@@ -165,6 +165,20 @@ def test_an_eos_in_the_full_blocks_of_the_start_ends_a_row_before_its_first_pass
     assert torch.equal(alone.ids, found.ids[:1])
 
 
+def test_what_the_eos_stop_replaces_loses_its_record(load):
+    """The earlier run had no EOS stop, and revealed tokens after the end."""
+    ids, mask = make_prompts([3], 0)
+    options = {"mask_token_id": MASK, "gen_length": 12, "block_length": 4, "steps": 12}
+    whole = rollout(load("llama"), ids, mask, **options)
+    sampled = replace(whole, ids=torch.cat([ids, torch.tensor([[40, 40, 5, 40, *[41] * 8]])], dim=1))
+    start = RolloutStart.from_rollout(sampled, 6, MASK)
+    found = rollout(load("llama"), ids, mask, start=start, eos_token_ids=[5], **options)
+    assert found.ids[0, 3:].tolist() == [40, 40, 5, 40, *[5] * 8]
+    assert torch.equal(found.reveal_steps[0, :4], whole.reveal_steps[0, :4])
+    assert found.reveal_steps[0, 4:].eq(-1).all()
+    assert not found.logps[0, 4:].any()
+
+
 @pytest.mark.parametrize(
     ("kind", "changes", "message"),
     [

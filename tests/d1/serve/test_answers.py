@@ -61,6 +61,24 @@ def test_what_is_streamed_is_the_text(name: str, text: str, stops: list[str], si
     assert choice.reason == ("stop" if ended or len(sent) < len(text) else "length")
 
 
+WORDS = ["it", "do", "n", "t", "ve", "s", "m", "re", "'", ".", ",", "?", "!"]
+
+
+@settings(max_examples=300, deadline=None)
+@given(ids=st.lists(st.integers(0, len(WORDS) - 1), max_size=12), clean_up=st.booleans())
+def test_a_stream_of_words_is_the_text_without_the_spaces_that_a_tokenizer_removes(
+    ids: list[int], clean_up: bool
+) -> None:
+    backend = Tokenizer(models.WordPiece({word: index for index, word in enumerate(WORDS)}, unk_token="it"))
+    backend.decoder = decoders.WordPiece()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=clean_up)
+    choice, sent = Choice(tokenizer, (), []), ""
+    for count in range(1, len(ids) + 1):
+        choice.update(ids[:count], is_last=count == len(ids))
+        sent += choice.pop_delta()
+    assert sent == choice.text == tokenizer.decode(ids)
+
+
 @pytest.mark.parametrize("text", ["a", "abc"])
 def test_a_text_that_may_begin_its_stop_string_waits_for_the_end(text: str) -> None:
     choice = Choice(TOKENIZERS["level"], (), ["abcde"])

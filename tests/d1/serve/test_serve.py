@@ -30,6 +30,7 @@ from d1.serve.engine import key_of
 from d1.serve.requests import Completion, Server, stream_rows
 from tests.conftest import save_tiny_model
 from tests.d1.serve.serving import EXACT, SAMPLERS, alone, asked, check, serving
+from tests.d1.sft.templates import byte_tokenizer
 from tests.faults import with_nan
 
 AS_JSON = {"Content-Type": "application/json"}
@@ -344,6 +345,23 @@ def test_an_answer_of_openais_client_without_content_is_an_empty_message(tiny):
         return text_of(tiny.post("/v1/chat/completions", **CHAT | {"messages": turns}))
 
     assert answer(None) == answer("")
+
+
+def test_a_message_that_the_chat_template_leaves_out_is_refused(tiny, monkeypatch):
+    """Such as those of `developer`, a role of OpenAI's clients that Qwen2.5's template does not write."""
+    monkeypatch.setattr(tiny.tokenizer, "chat_template", byte_tokenizer("qwen2_5").chat_template)
+    messages = [{"role": "developer", "content": "Be brief."}, *CHAT["messages"]]
+    error = tiny.post("/v1/chat/completions", 400, **CHAT | {"messages": messages})["error"]
+    assert "leaves out the content of the developer message 'Be brief.'" in error["message"]
+
+
+@pytest.mark.parametrize("prompt", [[5, 6, 7], [[5, 6, 7], [8, 9]]])
+def test_the_usage_counts_a_prompt_of_several_completions_once(client, prompt):
+    options = {"model": "tiny", "prompt": prompt, "max_tokens": 4, "n": 3}
+    *_, last = client.completions.create(**options, stream=True, stream_options={"include_usage": True})
+    for usage in (client.completions.create(**options).usage, last.usage):
+        assert usage.prompt_tokens == (3 if isinstance(prompt[0], int) else 5)
+        assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
 
 
 def test_openais_client_finds_the_model_by_its_name(client, tiny):
@@ -707,7 +725,7 @@ def test_a_client_that_leaves_a_stream_at_its_start_stops_its_rows(tiny_model_di
     async def leave(server: Server) -> None:
         rows = server.rows_of_openai(Completion(prompt=[5, 6, 7], max_tokens=8, stream=True))
         choices = [Choice(server.tokenizer, row.ends, ()) for row in rows]
-        events = stream_rows(server, rows, choices, "text_completion", with_usage=False)
+        events = stream_rows(server, rows, choices, "text_completion", usage_n=None)
         await anext(events)
         assert len(server.engine.waiting) == 1
         await events.aclose()

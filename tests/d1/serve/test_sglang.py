@@ -152,6 +152,7 @@ def test_a_row_ends_after_the_block_that_holds_an_end(model):
 
 def params(**given):
     plain = {"custom_params": None, "max_new_tokens": 12, "top_k": ANY_TOP_K, "top_p": 1.0, "temperature": 1.0}
+    plain["sampling_seed"] = None
     return SimpleNamespace(**plain | given)
 
 
@@ -168,9 +169,29 @@ def test_what_a_request_asks_for():
         ({"sampler": "cached"}, "cache of its own"),
         ({"tempo": 1}, "tempo is no setting"),
         ({"steps": 99}, "99"),
+        ({"sampler": "scdd", "top_k": 0}, "SGLang has no sampler scdd"),
+        ({"stop_entropy": 0.1}, "stop_entropy would be ignored"),
+        ({"first_token": "masked"}, "first_token would be ignored"),
     ):
         with pytest.raises(ValueError, match=said):
             settings_of(params(custom_params={"settings": asked | wrong}), 4)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"custom_params": {"settings": [1]}}, r"settings must be an object, got \[1\]"),
+        ({"custom_params": {"eos_stop": 2}}, "eos_stop must be a list of token ids, got 2"),
+        ({"custom_params": {"eos_stop": None}}, "eos_stop must be a list of token ids, got None"),
+        ({"custom_params": {"seed": "7"}}, "the seed must be an integer >= 0, got '7'"),
+        ({"custom_params": {"seed": None}}, "the seed must be an integer >= 0, got None"),
+        ({"sampling_seed": -1}, "the seed must be an integer >= 0, got -1"),
+    ],
+)
+def test_a_request_with_wrong_parameters_is_refused_before_it_is_sampled(fields, message):
+    """An error in the middle of a forward pass would end SGLang's scheduler."""
+    with pytest.raises(ValueError, match=message):
+        settings_of(params(**fields), 4)
 
 
 def test_there_is_one_version():

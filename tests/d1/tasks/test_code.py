@@ -9,7 +9,7 @@ import datasets.config
 import pytest
 
 from d1.sandbox import SandboxError, box, shares_passed
-from d1.tasks import code
+from d1.tasks import code, programs
 from tests import forks
 from tests.faults import failing_sandbox
 from tests.sandbox import skip_without_sandbox
@@ -45,6 +45,8 @@ FENCED = 'def f(x):\n    """The x of a call:\n\n    ```\n    f(1)\n    ```\n    
         ("```python\nA\n```\n```python\nB\n```", "B\n"),
         ("```\nA\n```\n```\nB\n```", "B\n"),
         ("```python\nA", "A"),
+        ("``` python\nA\n```\nDone.", "A\n"),
+        ("Use ```x``` python\n```python\nA\n```", "A\n"),
         ("Use ```x``` then:\n```python\nA\n```", "A\n"),
         ("```python\nA\n```<answer>```py\nB```</answer>", "B"),
         ("<answer>\n    return 1\n</answer>", "    return 1"),
@@ -68,6 +70,14 @@ FENCED = 'def f(x):\n    """The x of a call:\n\n    ```\n    f(1)\n    ```\n    
 )
 def test_the_program_of_a_completion(text: str, program: str | None) -> None:
     assert code.extract(text) == program
+
+
+@pytest.mark.parametrize(
+    "answer", ["x[0] + x[1]", "`x[0] + x[1]`", "```python\nx[0] + x[1]\n```", "```\nx[0] + x[1]```"]
+)
+def test_the_expression_of_a_program_may_stand_in_backticks(answer: str) -> None:
+    assert programs.extract(f"<answer>{answer}</answer>") == "x[0] + x[1]"
+    assert programs.extract("<answer></answer>") is None
 
 
 def test_imports_from_the_future_come_before_the_beginning_of_a_row(tmp_path: Path) -> None:

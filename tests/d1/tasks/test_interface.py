@@ -11,7 +11,7 @@ import pytest
 from datasets import Dataset
 
 from d1.runs.data import load_rows
-from d1.tasks import TASKS, answer_block, few_shot_messages, final_answer, last_boxed, load_task
+from d1.tasks import TASKS, answer_block, few_shot_messages, final_answer, last_boxed, load_task, with_shots
 from d1.tasks.data import HELD_OUT, read_file
 from tests.faults import write_at_the_same_time
 from tests.sandbox import skip_without_sandbox
@@ -331,6 +331,20 @@ def test_few_shot_turns_are_seeded_solved_training_problems():
     assert few_shot_messages(task, 0, seed=5) == []
     with pytest.raises(ValueError, match="between 0 and the 4000 training rows, got 4001"):
         few_shot_messages(task, 4001, seed=5)
+
+
+def test_a_system_message_stays_alone_at_the_beginning_of_a_few_shot_prompt():
+    task = ModuleType("my_task")
+    system = {"role": "system", "content": "Be brief."}
+    users = [{"role": "user", "content": f"{number}?"} for number in range(3)]
+    rows = [{"prompt": [system, user], "question": user["content"], "ground_truth": "yes"} for user in users]
+    task.load_rows = lambda split, data_file: Dataset.from_list(rows)
+    task.demonstrate = lambda row: row["ground_truth"]
+    train, validation = with_shots(task, Dataset.from_list(rows), None, Dataset.from_list(rows[:1]), 2)
+    assert len(train) == 1
+    for row in (*train, *validation):
+        assert [message["role"] for message in row["prompt"]] == ["system", *["user", "assistant"] * 2, "user"]
+        assert [row["prompt"][0], row["prompt"][-1]] == [system, users[0]]
 
 
 # --- extraction ---

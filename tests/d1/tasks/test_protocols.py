@@ -66,6 +66,21 @@ def test_a_protocol_without_a_question_is_refused():
         under_protocol(task, "short")
 
 
+@pytest.mark.parametrize("question", ["Solve it.", r"{question} Give \boxed{}.", "{question} {answer}", "{question} }"])
+def test_a_question_with_no_place_for_the_problem_or_other_fields_is_refused(question):
+    task = ModuleType("my_task")
+    task.PROTOCOLS = {"short": {"QUESTION": question}}
+    with pytest.raises(ValueError, match=r"QUESTION of prompt protocol 'short' of task my_task must have \{question\}"):
+        under_protocol(task, "short")
+
+
+def test_a_name_that_a_protocol_cannot_change_is_refused():
+    task = ModuleType("my_task")
+    task.PROTOCOLS = {"short": {"QUESTION": "{question}", "FEW_SHOT": 2}}
+    with pytest.raises(ValueError, match="has FEW_SHOT: it may change QUESTION, SHOTS, demonstrate"):
+        under_protocol(task, "short")
+
+
 def test_a_task_file_may_have_protocols_of_its_own(tmp_path):
     file = tmp_path / "mine.py"
     own = "PROTOCOLS = {'bare': {'QUESTION': 'So: {question}', 'SHOTS': 1, 'extract': lambda text: text.strip()}}"
