@@ -14,11 +14,13 @@ from pocket.uncertainty import Mean, mean_of, p_values
 from studies.json_lines import read_lines
 from studies.reports import holm, percent, points, share_of_one_run
 from studies.smollm2.run import DATA, jobs
+from studies.smollm2.sampler_blocks import BLOCKS, MODELS
+from studies.smollm2.sampler_blocks import DATA as BLOCKS_DATA
 from studies.smollm2.second_half import DATA as HALF_DATA
 from studies.smollm2.second_half import FIRST, HALVES
 from studies.smollm2.short_sft import DATA as SHORT_DATA
 from studies.smollm2.short_sft import SHORT_ARMS
-from studies.smollm2.steps import ARMS, RATES, SEEDS, Lines, best_arm, best_rate, rate_of_later_runs
+from studies.smollm2.steps import ARMS, BLOCK, RATES, SEEDS, Lines, best_arm, best_rate, rate_of_later_runs
 
 TWIN = "ar"
 
@@ -274,6 +276,29 @@ def second_half_table(lines: Lines) -> str:
     return markdown_table([*head, "bits per byte", "minus ar_first [95%]", "p (Holm)", "minutes of SFT"], rows)
 
 
+def sampler_blocks_table(lines: Lines, trained_blocks: Lines) -> str:
+    """Section 7: the validation problems that models solve in shorter blocks, compared with those of their training,
+    whose lines are `trained_blocks`."""
+    rows = []
+    for arm in MODELS:
+        if arm not in trained_blocks:
+            continue
+        trained = trained_blocks[arm]
+        cells = [arm]
+        for block in BLOCKS:
+            line = lines.get(f"{arm}-{block}")
+            if line is None:
+                cells += ["", ""]
+                continue
+            gap = points(mean_of(outcomes(line, "validation") - outcomes(trained, "validation")))
+            cells += [share([line], "validation"), gap]
+        rows.append([*cells, share([trained], "validation")])
+    head = ["model"]
+    for block in BLOCKS:
+        head += [f"blocks of {block}, % [95%]", f"minus blocks of {BLOCK} [95%]"]
+    return markdown_table([*head, f"blocks of {BLOCK}, % [95%]"], rows)
+
+
 def signed(mean: Mean) -> str:
     """A difference in bits per byte: "-0.0021 [-0.0040, -0.0002]"."""
     return f"{mean.value:+.4f} [{mean.low:+.4f}, {mean.high:+.4f}]"
@@ -304,5 +329,7 @@ def parts() -> dict[Path, str]:
     text += f"\n## A short SFT on two cores\n\n{short_sft_table(short)}"
     halves = {line["job"]: line for line in read_lines(HALF_DATA)}
     text += f"\n## Second halves of the short SFT\n\n{second_half_table(halves)}"
+    blocks = {line["job"]: line for line in read_lines(BLOCKS_DATA)}
+    text += f"\n## The block length of the sampler\n\n{sampler_blocks_table(blocks, short)}"
     text += f"\n## Completions of the first test problems\n\n{texts_table(lines)}"
     return {Path(__file__).with_name("README.md"): text}

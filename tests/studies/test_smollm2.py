@@ -21,12 +21,13 @@ from d1.eval.scores import user_tasks
 from d1.rl import DiffuGRPOConfig
 from smollm import model as smollm_model
 from studies.json_lines import append_line, read_lines
-from studies.smollm2 import run, second_half, short_sft, steps, study_svamp
+from studies.smollm2 import run, sampler_blocks, second_half, short_sft, steps, study_svamp
 from studies.smollm2.report import (
     contrasts_table,
     conversion_table,
     cpu_rates_table,
     masks_table,
+    sampler_blocks_table,
     second_half_table,
     short_sft_table,
     stages_table,
@@ -554,3 +555,24 @@ def test_second_halves_are_compared_by_problem():
     rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in second_half_table(lines).splitlines()[2:]]
     assert all(cells[2] == cells[5] == "" for _, *cells in rows)  # not all tests are there
     assert rows[-1] == ["aligned", *[""] * 7]
+
+
+def test_shorter_blocks_are_compared_with_those_of_training(tmp_path, monkeypatch):
+    study = tiny_study(tmp_path)
+    monkeypatch.setattr(sampler_blocks, "MODELS", {"shift": "shift-base"})
+    sampler_blocks.judge_with_blocks(study)
+    lines = study.lines()
+    assert [*lines] == ["shift-1", "shift-2", "shift-4"]
+    sampler_blocks.judge_with_blocks(study)  # nothing is judged twice
+    assert study.lines() == lines
+
+    judged = {"shift-1": {"validation": {"right": "1100"}}, "shift-4": {"validation": {"right": "1000"}}}
+    trained = {"shift": {"validation": {"right": "0100"}}}
+    (row,) = sampler_blocks_table(judged, trained).splitlines()[2:]
+    arm, one, one_gap, two, two_gap, four, four_gap, eight = (cell.strip() for cell in row.split("|")[1:-1])
+    assert (arm, two, two_gap) == ("shift", "", "")
+    assert one.startswith("50.0 [")
+    assert one_gap.startswith("+25.0 [")
+    assert four.startswith("25.0 [")
+    assert four_gap.startswith("+0.0 [")
+    assert eight.startswith("25.0 [")
