@@ -58,7 +58,7 @@ def train_second_half(study: Study, name: str) -> dict[str, Any]:
 
     def prepare() -> tuple[Any, Callable[[], Any]]:
         facts, make_trainer = stage.prepare()
-        return facts, lambda: trainer_of(name, make_trainer(), first, study)
+        return facts, lambda: trainer_of(name, make_trainer(), first)
 
     replace(stage, prepare=prepare).run()
     trained = study.path(out)
@@ -82,7 +82,7 @@ def with_blocks(model: Path, out: Path, size: int) -> Path:
     return out
 
 
-def trainer_of(name: str, trainer: Any, first: Path, study: Study) -> Any:
+def trainer_of(name: str, trainer: Any, first: Path) -> Any:
     """The trainer of a second half, with the model, rows and settings of the `trainer` of `d1 sft`."""
     from d1.models import load_model
     from studies.smollm2.trainers import AlignedTrainer, AnnealedTrainer, ForwardKLTrainer, parts_of
