@@ -25,7 +25,7 @@ import torch
 import trl.trainer.grpo_trainer as trl_grpo
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from trl import GRPOTrainer
+from trl import GRPOTrainer, is_conversational
 from trl.models.utils import disable_gradient_checkpointing, unwrap_model_for_generation
 from trl.trainer.utils import RepeatSampler, pad, use_adapter
 
@@ -58,7 +58,7 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
     """TRL's GRPOTrainer for completions that are sampled as a canvas and scored in views that the subclass chooses.
 
     Tokenising, rewards, advantages, losses, metrics, logs and checkpoints stay TRL's. The class overrides
-    - `_tokenize_prompts`, to keep the last `max_prompt_length` tokens of a prompt;
+    - `_tokenize_prompts`, to refuse prompts of more than `max_prompt_length` tokens, or to cut them;
     - `_generate_single_turn`, to call `rollout`; `_generate_and_score_completions`, its caller, to add the rollout's
       record and its rows' rewards to the batch and to call `after_rollout`;
     - `_prepare_inputs`, to sort the rows that TRL shuffled into the mini-batches that `after_rollout` chose;
@@ -88,6 +88,7 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
         self.rows: list[dict[str, Any]] = []  # the current rollout's rows of the dataset
         self.rollout_fields: dict[str, list[float]] = {}  # of the current rollout, per row, for the rewards
         self.rollout_seconds: list[float] = []  # per training rollout, including its rewards and `after_rollout`
+        self.evaluated_rows: list[int] = []  # per batch of the current evaluation
 
     # --- What a subclass defines --------------------------------------------------------------------------------------
 
@@ -143,8 +144,15 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
         return repeated, None, {}
 
     def fit_prompts(self, prompt_ids: list[list[int]]) -> list[list[int]]:
-        """The last `max_prompt_length` tokens of each prompt."""
-        return [ids[-self.args.max_prompt_length :] for ids in prompt_ids]
+        """The prompts; with `truncate_prompts`, the last `max_prompt_length` tokens of each. Raises ValueError for a
+        longer one otherwise."""
+        max_length, longest = self.args.max_prompt_length, max(len(ids) for ids in prompt_ids)
+        if longest > max_length and not self.args.truncate_prompts:
+            raise ValueError(
+                f"a prompt has {longest} tokens, more than max_prompt_length={max_length}: raise max_prompt_length, or "
+                "set truncate_prompts=True to keep only the end of such prompts"
+            )
+        return [ids[-max_length:] for ids in prompt_ids]
 
     def _generate_single_turn(
         self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any
@@ -166,6 +174,8 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
         self.record, self.row_rewards = {}, {}
         if self.model.training:
             self.rollout_seconds.append(time.perf_counter() - started)
+        else:
+            self.evaluated_rows.append(len(inputs))
         return batch
 
     def _prepare_inputs(self, generation_batch: Any) -> Batch:
@@ -230,8 +240,10 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
         """(rows,) each, of other completions of the current rollout's rows: `weighted_sum` of the rewards, and the last
         of them. Nothing is logged."""
         texts = self._tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
-        completions: list[Any] = [[{"role": "assistant", "content": text}] for text in texts]
         prompts = [row["prompt"] for row in self.rows]
+        completions: list[Any] = texts  # in the form in which TRL gives them to the rewards
+        if is_conversational({"prompt": prompts[0]}):
+            completions = [[{"role": "assistant", "content": text}] for text in texts]
         # What functions log of these completions is dropped: TRL would log it with those of the next rollout.
         pending = self._pending_metrics, self._pending_extra_logs
         self._pending_metrics, self._pending_extra_logs = defaultdict(list), defaultdict(list)
@@ -402,6 +414,20 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
         """Replaces the value that TRL added last to the mean that is logged as `name`."""
         mode = "train" if self.model.training else "eval"
         self._metrics[mode][name][-1] = value
+
+    def average_over_rows(self) -> None:
+        """Replaces the metrics of the batches of an evaluation by their means over rows, if the last batch is smaller:
+        TRL logs the mean over batches."""
+        rows, metrics = self.evaluated_rows, self._metrics["eval"]
+        if len({*rows}) < 2:
+            return
+        for name, values in metrics.items():
+            if len(values) != len(rows):  # not one of each batch
+                continue
+            weighted = [(value, count) for value, count in zip(values, rows, strict=True) if not math.isnan(value)]
+            total = sum(count for _, count in weighted)
+            if total:
+                metrics[name] = [sum(value * count for value, count in weighted) / total]
 
 
 class EpochSampler(RepeatSampler):

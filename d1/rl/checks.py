@@ -234,7 +234,7 @@ UNSUPPORTED: dict[str, Any] = {
     "length_column_name": "length",
 }
 for field_name, field in GRPOConfig.__dataclass_fields__.items():
-    if field_name.startswith("vllm_"):
+    if field_name.startswith(("vllm_", "transformers_continuous_batching_")):
         UNSUPPORTED[field_name] = field.default
 UNSUPPORTED_IN_MODEL = {  # the same, of `ModelConfig`
     "model_name_or_path": None,  # it is --model_path here
@@ -1060,12 +1060,21 @@ def check_datasets(train_dataset: Any, eval_dataset: Any) -> None:
 
 
 def check_trace_column(train_dataset: Any, args: Settings) -> None:
-    """Raises ValueError if a run takes hints from a column that the training rows do not have."""
-    if args.hints != "none" and train_dataset is not None and TRACE not in train_dataset.column_names:
+    """Raises ValueError if a run takes hints from a column that the training rows do not have, or that has something
+    else than texts."""
+    if args.hints == "none" or train_dataset is None:
+        return
+    if TRACE not in train_dataset.column_names:
         raise ValueError(
             f"--hints {args.hints} takes hints from the column {TRACE!r} of train_dataset, a worked solution in the "
             f"form of a completion; its columns are {', '.join(train_dataset.column_names)}"
         )
+    for number, trace in enumerate(train_dataset[TRACE][:]):
+        if not isinstance(trace, str):
+            raise ValueError(
+                f"row {number}, column {TRACE!r}: {trace!r:.40} is no text: write the row's worked solution, or leave "
+                "the row out"
+            )
 
 
 def check_noise(config: Any, args: Settings) -> None:

@@ -97,6 +97,7 @@ INHERITED_BY_RANGE: dict[Range, tuple[str, ...]] = {
 BATCHES = {"per_device_train_batch_size": False, "per_device_eval_batch_size": True}  # name -> whether for evaluation
 OUTPUT_DIR = "runs/rl"
 TRAINERS_BATCH = 8  # the Trainer's default
+GROUP = 6  # d1's completions per prompt
 INHERITED = {name: limits for limits, names in INHERITED_BY_RANGE.items() for name in names}
 Count = Annotated[int, COUNT]
 OptionalCount = Annotated[int | None, COUNT | None]
@@ -292,7 +293,9 @@ class DiffuGRPOConfig(GRPOConfig):
 
     # d1's objective and optimizer
     learning_rate: Amount = setting(3e-6, "Peak learning rate.")
-    num_generations: Annotated[int | None, Range(2, integer=True)] = setting(6, "Completions per prompt (the group).")
+    num_generations: Annotated[int | None, Range(2, integer=True)] = setting(
+        GROUP, "Completions per prompt (the group)."
+    )
     num_iterations: Count = setting(12, "mu: updates on each rollout.")
     num_mini_batches: Count = setting(
         1, "Parts of a rollout, each with its own optimizer step; steps_per_generation is that many accumulations."
@@ -414,11 +417,16 @@ class DiffuGRPOConfig(GRPOConfig):
 
     def check_groups(self) -> None:
         """Raises ValueError if a rollout is no whole number of groups."""
+        method = find_method(self.method)
+        default_group = {"num_generations": GROUP, **method.scale, **method.values}["num_generations"]
         for name, evaluates in BATCHES.items():
             (group, batches), size = self.group_and_batches(evaluates), getattr(self, name)
             if group and size * batches % group:
-                of_group = "num_generations_eval" if evaluates and self.num_generations_eval else "num_generations"
-                default = "" if set_by_user(self, of_group) else f", the default of method {self.method}"
+                of_group, default = "num_generations", ""
+                if evaluates and self.num_generations_eval:
+                    of_group = "num_generations_eval"
+                elif group == default_group:
+                    default = f", the default of method {self.method}"
                 times = f" x {batches} batches of a rollout" if batches > 1 else ""
                 raise ValueError(f"--{name} {size}{times} must be divisible by {of_group} {group}{default}")
 
@@ -593,6 +601,17 @@ def inactive_settings(args: DiffuGRPOConfig) -> tuple[str, ...]:
     return inactive
 
 
+def count_rollouts(num_prompts: int, prompts_per_rollout: int) -> int:
+    """Rollouts per epoch. Raises ValueError if there are too few prompts for one."""
+    if num_prompts < prompts_per_rollout:
+        raise ValueError(
+            f"a rollout needs {prompts_per_rollout} prompts and there are {num_prompts}: lower "
+            "per_device_train_batch_size or steps_per_generation (by default gradient_accumulation_steps), or add "
+            "problems"
+        )
+    return num_prompts // prompts_per_rollout
+
+
 def plan(args: DiffuGRPOConfig, num_prompts: int, block: int | None = None) -> dict[str, Any]:
     """The plan, name -> number, which the console shows; `block` is the tokens per block of a block-causal model.
 
@@ -605,13 +624,7 @@ def plan(args: DiffuGRPOConfig, num_prompts: int, block: int | None = None) -> d
     completions = args.per_device_train_batch_size * args.world_size * args.gradient_accumulation_steps
     rollout = args.per_device_train_batch_size * args.world_size * int(args.steps_per_generation or 1)
     cycle = int(args.steps_per_generation or 1) * args.num_iterations  # micro-steps that share one rollout
-    groups = rollout // int(args.num_generations or 1)
-    rollouts_per_epoch = num_prompts // groups
-    if not rollouts_per_epoch:
-        raise ValueError(
-            f"a rollout needs {groups} prompts and there are {num_prompts}: lower per_device_train_batch_size or "
-            "steps_per_generation (by default gradient_accumulation_steps), or add problems"
-        )
+    rollouts_per_epoch = count_rollouts(num_prompts, rollout // int(args.num_generations or 1))
     steps_per_epoch = math.ceil(rollouts_per_epoch * cycle / args.gradient_accumulation_steps)
     steps = args.max_steps
     if steps <= 0:

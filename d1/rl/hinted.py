@@ -100,7 +100,7 @@ class HintedRollouts(SourceWrapper):
         # The hints, (rows, canvas); -1 where a token is to be sampled.
         hints = []
         for row in rows.tolist():
-            trace = trainer.text_tokenizer(str(trainer.rows[row][TRACE]), add_special_tokens=False)["input_ids"]
+            trace = trainer.text_tokenizer(trainer.rows[row][TRACE], add_special_tokens=False)["input_ids"]
             hints.append(self.hint(trace, length, keyed_generator(*keys[row], HINTS_DRAWN)))
         given_ids = torch.stack(hints).to(rows.device)
 

@@ -413,7 +413,7 @@ class Advantage:
             raise ValueError(f"an Advantage reads bounds of {known}, in a tuple; got {self.reads!r}")
 
     def __call__(self, inputs: AdvantageInputs | Tensor, settings: Any = None) -> Tensor:
-        """The advantages. Raises ValueError if the function returned something else."""
+        """The advantages. Raises ValueError if the function returned something else, or numbers that are not finite."""
         from torch import Tensor
 
         assert self.of is not None
@@ -427,6 +427,14 @@ class Advantage:
         if not isinstance(returned, Tensor) or returned.shape != groups.shape or not returned.is_floating_point():
             expected = f"floats of shape {tuple(groups.shape)}"
             raise ValueError(f"{describe_function(self.of)} returned {describe_value(returned)}: expected {expected}")
+        # A completion without a reward is NaN already, with `over_rollout`.
+        is_bad = groups.isfinite() & ~returned.isfinite()
+        for group in is_bad.any(1).nonzero().flatten().tolist():
+            raise ValueError(
+                f"{describe_function(self.of)} returned {returned[group].tolist()} for the group "
+                f"{groups[group].tolist()}: expected finite numbers, also where a group's rewards are equal and their "
+                "standard deviation is 0"
+            )
         return returned
 
 

@@ -15,7 +15,7 @@ import logging
 import math
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -87,7 +87,21 @@ def rewards_of(function: Reward, **kwargs: Any) -> list[float | None]:
     return parse_rewards(values, len(kwargs["completions"]))
 
 
-def guard_reward(function: Reward, task: str, folder: Path) -> Reward:
+def names_of_rewards(functions: Sequence[Any]) -> list[str]:
+    """The names under which the log shows reward functions. Of several with one name, all but the first are numbered,
+    because values of one name are averaged."""
+    names: list[str] = []
+    for function in functions:
+        name = numbered = get_callable_name(function)
+        number = 1
+        while numbered in names:
+            number += 1
+            numbered = f"{name}_{number}"
+        names.append(numbered)
+    return names
+
+
+def guard_reward(function: Reward, task: str, folder: Path, name: str | None = None) -> Reward:
     """Wraps `function` for TRL: anything but rewards becomes a `RewardError`, and Nones are counted.
 
     The share of rows for which it returned None is logged as `rewards/NAME/none_share`.
@@ -95,10 +109,11 @@ def guard_reward(function: Reward, task: str, folder: Path) -> Reward:
     Args:
         task: the task's name, for the error message.
         folder: an error writes the rows of the batch into this folder, as reward_error_NAME.json.
+        name: that of the function in the log; None: its own.
     """
     if not callable(function) or hasattr(function, "forward"):
         return function  # a reward model, which TRL runs itself
-    name = get_callable_name(function)
+    name = name or get_callable_name(function)
 
     @contextmanager
     def refusing(kwargs: dict[str, Any]) -> Iterator[None]:
@@ -136,18 +151,23 @@ def guard_reward(function: Reward, task: str, folder: Path) -> Reward:
 
 
 def describe_failure(function: Reward, error: Exception) -> str:
-    """What a reward function did, with its file and line: where it raised, or where it begins if it returned what is
-    not a reward."""
+    """What a reward function did, with its file and line: where it raised, or where it begins if it could not be called
+    or returned what is not a reward."""
+    inner = inspect.unwrap(getattr(function, "func", function))  # of a partial
+    code = getattr(inner, "__code__", None) or getattr(type(inner).__call__, "__code__", None)
+    where = f" ({code.co_filename}, line {code.co_firstlineno})" if code is not None else ""
     if isinstance(error, InvalidRewardError):
-        inner = inspect.unwrap(getattr(function, "func", function))  # of a partial
-        code = getattr(inner, "__code__", None) or getattr(type(inner).__call__, "__code__", None)
-        if code is None:
-            return str(error)
-        return f"{error} ({code.co_filename}, line {code.co_firstlineno})"
+        return f"{error}{where}"
     frames = traceback.extract_tb(error.__traceback__)
-    users = [frame for frame in frames if not any(map(Path(frame.filename).is_relative_to, LIBRARIES))]
-    frame = (users or frames)[-1]
-    return f"raised {type(error).__name__}: {error} ({frame.filename}, line {frame.lineno})"
+    users = [frame for frame in frames if is_users_file(frame.filename)]
+    if users or code is None or not is_users_file(code.co_filename):
+        frame = (users or frames)[-1]
+        where = f" ({frame.filename}, line {frame.lineno})"
+    return f"raised {type(error).__name__}: {error}{where}"
+
+
+def is_users_file(file: str) -> bool:
+    return not any(map(Path(file).is_relative_to, LIBRARIES))
 
 
 def accuracy_of(task: ModuleType) -> Reward:
@@ -167,8 +187,9 @@ def tokens_per_forward_pass(completions: list, tokens_per_forward_pass: list, **
     return list(tokens_per_forward_pass)
 
 
-def check_rewards(task: ModuleType, rows: Dataset, name: str) -> None:
-    """Calls every reward of task `name` on an empty completion of the first training row.
+def check_rewards(task: ModuleType, rows: Dataset, name: str, what: str = "rows") -> None:
+    """Calls every reward of task `name` on an empty completion of the first of these rows; `what` they are, for the
+    message.
 
     Raises:
         ValueError: a reward raises an error, or returns something that `parse_rewards` refuses.
@@ -185,7 +206,7 @@ def check_rewards(task: ModuleType, rows: Dataset, name: str) -> None:
             rewards_of(reward, completions=completions, **columns)
         except Exception as error:
             raise ValueError(
-                f"reward {get_callable_name(reward)} of task {name} cannot score its rows (it "
+                f"reward {get_callable_name(reward)} of task {name} cannot score its {what} (it "
                 f"{describe_failure(reward, error)}); they have the columns {', '.join(rows.column_names)}"
             ) from error
 

@@ -37,6 +37,7 @@ from d1.rl.checks import (
     check_model_settings,
     check_prompts,
     check_single_turn,
+    check_trace_column,
     resume_rules,
     set_by_user,
 )
@@ -108,6 +109,8 @@ def prepare(
     if args.hints != "none":
         train_rows = with_traces(task, train_rows, args)
     check_rewards(task, train_rows, args.dataset)
+    if eval_rows is not None:
+        check_rewards(task, eval_rows, args.dataset, "validation rows")
     weights = args.reward_weights or [1.0] * len(task.REWARDS)
     if len(weights) != len(task.REWARDS):
         count = f"task {args.dataset} has {len(task.REWARDS)} rewards"
@@ -125,7 +128,7 @@ def prepare(
     if args.mask_id is not None:
         check_mask_token(tokenizer, str(tokenizer.convert_ids_to_tokens(args.mask_id)))
     if args.hints != "none":
-        check_trace_texts(train_rows, tokenizer)
+        check_trace_texts(train_rows, tokenizer, args)
     tools = extensions.RunTools(args, tokenizer, config) if args.tools else Tools(args)
     datasets = [rows for rows in (train_rows, eval_rows) if rows is not None]
     longest = max(longest_prompt(rows, tokenizer, args, tools) for rows in datasets)
@@ -140,6 +143,7 @@ def prepare(
             inactive = [f"{name} {getattr(args, name)}" for name in set_names]
             why = "each rollout has one optimizer step and every ratio is 1"
             logger.info("Without effect, because %s: %s", why, ", ".join(inactive))
+        log_unused_lora(args, model_args)
         # Not refused: `--eval_strategy no` also turns off the evaluation that a config file describes.
         if args.eval_strategy == "no":
             unused = [name for name in EVAL_SETTINGS if set_by_user(args, name)]
@@ -161,6 +165,8 @@ def prepare(
             callbacks=callbacks,
             tools=list(tools.functions),
         )
+        if args.should_save:
+            warn_of_rounded_steps(trainer)
         if not args.state_reward:  # which gives the steps of equal completions advantages of their own
             trainer.add_callback(WatchGroups())
         if args.report:
@@ -179,6 +185,10 @@ def prepare(
     return facts, start
 
 
+LORA_SETTINGS = (  # of an adapter
+    *("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_parameters"),
+    *("lora_modules_to_save", "use_rslora", "use_dora"),
+)
 EVAL_SETTINGS = ("eval_steps", "eval_limit", "num_generations_eval")  # of a run with an evaluation
 
 
@@ -191,6 +201,35 @@ def log_deviation(args: DiffuGRPOConfig, model_args: ModelConfig, prompts_per_st
     deviation = find_method(args.method).deviation(run, args.num_generations or 1, args.learning_rate)
     if deviation:
         logger.info("Method %s: %s.", args.method, deviation)
+
+
+def log_unused_lora(args: DiffuGRPOConfig, model_args: ModelConfig) -> None:
+    """Logs the settings of an adapter that were given and have no effect. They are not refused: `--use_peft false` also
+    turns off the adapter that a config file describes."""
+    names: tuple[str, ...] = ()
+    reason = ""
+    if not model_args.use_peft:
+        names, reason = LORA_SETTINGS, "use_peft is false"
+    elif args.disable_dropout and model_args.lora_dropout:
+        names, reason = ("lora_dropout",), "disable_dropout is true"
+    defaults = ModelConfig()
+    given = [name for name in names if getattr(model_args, name) != getattr(defaults, name)]
+    if given:
+        described = ", ".join(f"{name} {getattr(model_args, name)}" for name in given)
+        logger.info("Without effect, because %s: %s", reason, described)
+
+
+def warn_of_rounded_steps(trainer: DiffuGRPOTrainer) -> None:
+    """Warns if all weights are trained in 16 bits, where most steps are smaller than the rounding. DeepSpeed's
+    optimizer has copies in fp32."""
+    model = trainer.model
+    if trainer.is_deepspeed_enabled or isinstance(model, PeftModel) or model.dtype.itemsize > 2:
+        return
+    logger.warning(
+        "All weights are trained in %s, where most steps of a learning rate of %g are rounded away: use --dtype "
+        "float32 (--bf16 true still computes in 16 bits), or an adapter (--use_peft true).",
+        *(str(model.dtype).removeprefix("torch."), trainer.args.learning_rate),
+    )
 
 
 def load_problems(task: ModuleType, args: DiffuGRPOConfig) -> tuple[Dataset, Dataset | None]:
@@ -206,8 +245,10 @@ def load_problems(task: ModuleType, args: DiffuGRPOConfig) -> tuple[Dataset, Dat
     for rows, what, flag in ((train, "train", "data_file"), (evaluation, "validate", "eval_data_file")):
         if rows is not None and not len(rows):
             raise ValueError(f"task {args.dataset} has no rows to {what} on (--{flag} {getattr(args, flag)})")
-    if "prompt" not in train.column_names:
-        raise ValueError(f"the rows of task {args.dataset} have no column 'prompt', only {train.column_names}")
+        if rows is not None and "prompt" not in rows.column_names:
+            raise ValueError(
+                f"the rows of task {args.dataset} to {what} on have no column 'prompt', only {rows.column_names}"
+            )
     return with_shots(task, train, args.data_file, evaluation, args.few_shot)
 
 
@@ -224,11 +265,12 @@ def with_traces(task: ModuleType, rows: Dataset, args: DiffuGRPOConfig) -> Datas
     return rows.add_column(TRACE, [task.demonstrate(row) for row in rows])
 
 
-def check_trace_texts(rows: Dataset, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises ValueError for a worked solution that the tokenizer cannot read."""
+def check_trace_texts(rows: Dataset, tokenizer: PreTrainedTokenizerBase, args: DiffuGRPOConfig) -> None:
+    """Raises ValueError for a worked solution that is no text, or that the tokenizer cannot read."""
+    check_trace_column(rows, args)
     for number, trace in enumerate(rows[TRACE][:]):
         try:
-            encode_text(tokenizer, str(trace))
+            encode_text(tokenizer, trace)
         except ValueError as error:
             raise ValueError(f"row {number}, column {TRACE!r}: {error}") from error
 

@@ -68,9 +68,9 @@ from d1.rl.batch import (
 from d1.rl.bridge import REWARD, CanvasGRPOTrainer, reference_from, rollout_buffer
 from d1.rl.checks import check_datasets, check_noise, check_single_turn, check_trace_column, check_trainer
 from d1.rl.choose_source import rollout_source
-from d1.rl.config import DiffuGRPOConfig
+from d1.rl.config import DiffuGRPOConfig, count_rollouts
 from d1.rl.losses import ADVANTAGES, OBJECTIVES, PENALTIES, TRLS_OVER_ROWS, sequence_log_ratios
-from d1.rl.rewards import SPEED, guard_reward
+from d1.rl.rewards import SPEED, guard_reward, names_of_rewards
 from d1.rl.sources import RolloutRequest
 from d1.runs.checkpoints import read_state, reading_checkpoint
 from d1.runs.trainer import check_arguments, loaded_model, tokenizer_of
@@ -154,12 +154,17 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         self.sampling = args.sampling_settings(model.config)
         self.source = rollout_source(args, rollout_func, model.config, self.sampling)
         rewards = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
+        folder = Path(str(args.output_dir))
+        guarded = [
+            guard_reward(reward, task_name, folder, name)
+            for reward, name in zip(rewards, names_of_rewards(rewards), strict=True)
+        ]
 
         # TRL's constructor. Inside `reference_from`, it makes the reference from this model, also for a beta of 0.
         with reference_from(model if args.needs_reference else None, args):
             super().__init__(
                 model=model,
-                reward_funcs=[guard_reward(reward, task_name, Path(str(args.output_dir))) for reward in rewards],
+                reward_funcs=guarded,
                 args=args,
                 train_dataset=train_dataset,
                 processing_class=processing_class,
@@ -643,7 +648,10 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
     # --- The training loop --------------------------------------------------------------------------------------------
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """TRL's; at its end, or after an error, the rollout source is closed."""
+        """TRL's; at its end, or after an error, the rollout source is closed. Raises ValueError if there are too few
+        prompts for a rollout."""
+        dataset: Any = self.train_dataset
+        count_rollouts(len(dataset), self.args.generation_batch_size // self.num_generations)
         try:
             return super().train(*args, **kwargs)
         finally:
@@ -659,6 +667,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         self.evaluation_rollouts = 0  # every evaluation uses the same random numbers, so that they are comparable
+        self.evaluated_rows = []
         of_training = self.computed_tokens  # evaluations do not count
         try:
             return super().evaluation_loop(*args, **kwargs)
@@ -670,6 +679,8 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         logs["compute_tokens"] = self.total_computed_tokens()
         if self.log_completions:
             self.make_logs_writable()
+        if self.mode == "eval":
+            self.average_over_rows()
         super().log(logs, start_time)
 
     def total_computed_tokens(self) -> int:

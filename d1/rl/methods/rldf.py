@@ -1,7 +1,7 @@
 """RLDF (arXiv 2605.25638), of ant-research/Drift: the policy gradient in a few states, on the likely tokens.
 
-    loss = -A l of the tokens that a state revealed, and of hidden ones with p >= .6; the mean per state, then over
-        states
+    loss = -A l + beta k3 of the tokens that a state revealed, and of hidden ones with p >= .6; the mean per state,
+        then over states
 
 Release: ant-research/Drift@7abd99b: configs/llada_math.yaml, trainer/main_rl.py, masking_strategy.py,
 rollout_utils.py. Differs: 4 of the 8 prompts of all processes, not of each; a completion of a single step counts. The

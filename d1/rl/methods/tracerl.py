@@ -1,6 +1,7 @@
 """TraceRL (arXiv 2509.06949): replay with eight steps merged into one view, and a KL to the policy that sampled.
 
-    loss = -min(rho A, clip(rho) A) + beta k3 to old: the mean over a view's tokens, then over views; A = (r - m) / s
+    loss = -min(rho A, clip(rho) A): the mean over a view's tokens, then over views; A = (r - m) / s
+    + beta k3 to old: the sum over a view's tokens, the mean over views
 
 Release: Gen-Verse/dLLM-RL@10b4fd1: configs/rl_llada.yaml, train/rl_llada.py, reward/rl_reward.py. Differs: views are
 divided among updates at random; one optimizer for the run. Left out: the value model, and the rule that a completion

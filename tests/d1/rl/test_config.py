@@ -129,6 +129,40 @@ def test_a_run_without_evaluations_says_which_settings_of_them_it_has(tiny_model
     assert lines == ["Without effect, because eval_strategy is no: eval_steps 5, eval_limit 8, num_generations_eval 1"]
 
 
+def test_a_run_says_which_settings_of_an_adapter_have_no_effect(tiny_model_dir, caplog):
+    """Without an adapter, and with dropout turned off."""
+    task = Path(__file__).with_name("letters_task.py")
+    given = {"output_dir": "unused", "model_path": str(tiny_model_dir), "dataset": str(task)}
+    given |= {"per_device_train_batch_size": 48, "max_completion_length": 32, "diffusion_steps": 16}
+    caplog.set_level("INFO", "d1.rl.stage")
+    for options, model_options in (
+        ({}, {"lora_r": 64, "lora_dropout": 0.05}),
+        ({}, {"use_peft": True, "lora_r": 64, "lora_dropout": 0.1}),
+        ({"disable_dropout": False}, {"use_peft": True, "lora_dropout": 0.1}),
+        ({}, {"use_peft": True, "lora_dropout": 0.0}),
+    ):
+        stage(DiffuGRPOConfig(**given, **options), ModelConfig(**model_options), None).prepare()
+    lines = [record.getMessage() for record in caplog.records if ": lora" in record.getMessage()]
+    assert lines == [
+        "Without effect, because use_peft is false: lora_r 64",
+        "Without effect, because disable_dropout is true: lora_dropout 0.1",
+    ]
+
+
+@pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {}, {"dtype": "bfloat16", "use_peft": True}])
+def test_a_run_that_would_round_its_steps_away_is_warned(tiny_model_dir, tmp_path, caplog, options):
+    """With a rate of 3e-6, eight steps change 1% of the pocket model's weights in bf16, and all of them in fp32."""
+    given = SHAPE | {"output_dir": str(tmp_path), "model_path": str(tiny_model_dir)}
+    args = DiffuGRPOConfig(**given, dataset=str(Path(__file__).with_name("letters_task.py")))
+    _, start = stage(args, ModelConfig(**options), None).prepare()
+    start()
+    said = [record.getMessage() for record in caplog.records if "rounded away" in record.getMessage()]
+    if options == {"dtype": "bfloat16"}:
+        assert said[0].startswith("All weights are trained in bfloat16, where most steps of a learning rate of 3e-06 ")
+    else:
+        assert not said
+
+
 BOUNDS = "bounds that advantages read"
 
 

@@ -22,7 +22,7 @@ from d1.rl.trainer import DiffuGRPOTrainer
 from tests.commands import ROOT
 from tests.losses import settings, trl_loss, trl_trainer
 from tests.rounding import LOGITS, assert_near
-from tests.tiny_grpo import by_letter, logged, make_method, make_trainer, repeats_letter, rows
+from tests.tiny_grpo import SETTINGS, by_letter, logged, make_method, make_trainer, repeats_letter, rows
 
 # --- Which parts, and where -------------------------------------------------------------------------------------------
 
@@ -326,7 +326,19 @@ def test_a_solution_that_the_model_cannot_read_is_named():
     rows = Dataset.from_dict({TRACE: ["a1 b1", "a1 €"]})
     tokenizer = load_tokenizer(ROOT / "pocket/base")  # without a token for unknown characters
     with pytest.raises(ValueError, match=r"row 1, column 'trace': .*pocket/base.* no token for '€'"):
-        check_trace_texts(rows, tokenizer)
+        check_trace_texts(rows, tokenizer, DiffuGRPOConfig(hints="small_chunks", **SETTINGS))
+
+
+def test_a_row_without_a_solution_is_named(tiny_model_dir, tmp_path):
+    """A missing one was read as the text None."""
+    rows = Dataset.from_dict({"prompt": [[{"role": "user", "content": "a"}]] * 2, TRACE: ["a", None]})
+    args = DiffuGRPOConfig(output_dir=str(tmp_path), hints="small_chunks", **SETTINGS)
+    message = "row 1, column 'trace': None is no text: write the row's worked solution, or leave the row out"
+    with pytest.raises(ValueError, match=message):
+        check_trace_texts(rows, load_tokenizer(tiny_model_dir), args)
+    rewards = [by_letter, repeats_letter]
+    with pytest.raises(ValueError, match=message):
+        DiffuGRPOTrainer(model=str(tiny_model_dir), reward_funcs=rewards, args=args, train_dataset=rows)
 
 
 def test_a_trainer_without_traces_or_an_accuracy_is_refused(tiny_model_dir, tmp_path):

@@ -536,6 +536,21 @@ def test_an_advantage_gets_what_its_entry_says_that_it_reads():
             Advantage(old_alone, reads=reads)
 
 
+def test_an_advantage_that_is_not_finite_is_named():
+    """Dividing by the deviation of equal rewards: the run ended with "the loss became nan", lower the learning rate."""
+
+    def divided(groups):
+        return groups / groups.std(1, keepdim=True)
+
+    entry = Advantage(divided)
+    assert entry(torch.tensor([[1.0, -1.0]])).isfinite().all()
+    expected = r"^divided \(.*returned \[nan, nan\] for the group \[0.0, 0.0\]: expected finite numbers, also"
+    with pytest.raises(ValueError, match=expected):
+        entry(torch.tensor([[1.0, -1.0], [0.0, 0.0]]))
+    left_out = Advantage(lambda groups: groups * 2, over_rollout=True)
+    assert left_out(torch.tensor([[1.0, torch.nan]])).isnan().tolist() == [[False, True]]
+
+
 @pytest.mark.parametrize("rows", [2, 4, 8, 16])
 @pytest.mark.parametrize("name", ADVANTAGES)
 def test_a_group_is_one_whole_on_processes_with_half_of_it_or_with_several(name, rows):

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from trl import ModelConfig
 
 from d1.masking import keyed_generator
@@ -26,7 +27,7 @@ from d1.rl.rewards import RewardError, accuracy_of, check_rewards, guard_reward,
 from d1.rl.stage import never_differed
 from d1.rl.trainer import DiffuGRPOTrainer
 from d1.tasks import load_task, with_rewards
-from tests.tiny_grpo import SETTINGS, is_even, logged, make_method, repeats_letter
+from tests.tiny_grpo import SETTINGS, is_even, logged, make_method, make_trainer, repeats_letter
 
 LETTERS = Path(__file__).with_name("letters_task.py")
 letters_task: Any = load_task(str(LETTERS))
@@ -147,6 +148,31 @@ def test_the_share_of_none_is_logged(tmp_path: Path, kind: str) -> None:
     reward = guard_reward(constant([None, 1.0, None], kind), "task", tmp_path)
     assert call(reward, **COLUMNS, log_metric=logged.__setitem__) == [None, 1.0, None]
     assert logged == {"rewards/odd/none_share": 2 / 3}
+
+
+def test_rewards_of_one_name_are_logged_apart(tiny_model_dir: Path, tmp_path: Path) -> None:
+    def same(completions: list, value: float, **columns: Any) -> list[float]:
+        return [value] * len(completions)
+
+    rewards = [functools.partial(same, value=value) for value in (1.0, 2.0, 4.0)]
+    trainer = make_trainer(tiny_model_dir, tmp_path, reward=rewards, max_steps=1)
+    trainer.train()
+    [log] = logged(trainer)
+    assert [log[f"rewards/{name}/mean"] for name in ("same", "same_2", "same_3")] == [1.0, 2.0, 4.0]
+
+
+def test_states_of_plain_prompts_are_rewarded_as_their_completions_are(tiny_model_dir: Path, tmp_path: Path) -> None:
+    """Where a prompt is a text, TRL gives rewards texts, not messages."""
+    kinds = set()
+
+    def kind(completions: list, **columns: Any) -> list[float]:
+        kinds.update(map(type, completions))
+        return [0.0] * len(completions)
+
+    trainer = make_method(tiny_model_dir, tmp_path, "egspo-sa", reward=kind, reward_weights=None, max_steps=1)
+    trainer.train_dataset = Dataset.from_list([{"prompt": letter * 24} for letter in "abcd"])
+    trainer.train()
+    assert kinds == {str}
 
 
 def letters_with(rewards: list) -> ModuleType:

@@ -104,6 +104,9 @@ def test_a_message_about_groups_names_what_was_given():
     for given, said in (("", "6, the default of method d1"), (" --num_generations 5", "5")):
         with pytest.raises(ValueError, match=f"--per_device_train_batch_size 8 .* num_generations {said}$"):
             bare(*f"--per_device_train_batch_size 8{given}".split())
+    for size, given, said in (("6", "", "8, the default of method agrpo"), ("8", " --num_generations 6", "6")):
+        with pytest.raises(ValueError, match=f"--per_device_train_batch_size {size} .* num_generations {said}$"):
+            bare(*f"--method agrpo --per_device_train_batch_size {size}{given}".split())
 
 
 def test_a_canvas_that_was_given_is_not_made_shorter():
@@ -129,6 +132,7 @@ def test_a_canvas_that_was_given_is_not_made_shorter():
         ({"cache_implementation": "static"}, "cache_implementation='static' would"),
         ({"generation_kwargs": {"num_beams": 2}}, "generation_kwargs"),
         ({"use_vllm": True}, "use_vllm"),
+        ({"transformers_continuous_batching_config": {"max_batch_tokens": 64}}, "continuous_batching_config={.* would"),
         ({"loss_type": "best"}, "the objective trl has no loss_type best: use one of grpo, bnpo"),
         ({"importance_sampling_level": "word"}, "must be one of token, sequence"),
         ({"scale_rewards": "std"}, "must be one of none, group, batch"),
@@ -223,6 +227,37 @@ def test_a_dataset_without_the_columns_of_a_reward_is_refused(tmp_path):
     says = r"reward equal .* cannot score its rows .*'ground_truth'.* columns prompt, question"
     with pytest.raises(ValueError, match=says):
         run_main(tmp_path, dataset=task_file(tmp_path, reads="ground_truth, "))
+
+
+VALIDATED = """
+from datasets import Dataset
+TRAIN = {{"prompt": [{{"role": "user", "content": "x"}}], "question": "x", "ground_truth": "x", "hint": "x"}}
+def load_rows(split, data_file=None):
+    lacks = () if split == "train" else ({column!r},)
+    return Dataset.from_list([{{name: value for name, value in TRAIN.items() if name not in lacks}}] * 4)
+def extract(text): return text
+def score(text, row): return {{"accuracy": 1.0}}
+def needs_hint(completions, hint, **columns): return [0.0] * len(completions)
+REWARDS = [needs_hint]
+"""
+
+
+@pytest.mark.parametrize(
+    ("column", "said"),
+    [
+        (
+            "prompt",
+            r"rows of task .* to validate on have no column 'prompt', only \['question', 'ground_truth', 'hi",
+        ),
+        # The line is that of the function, which cannot be called.
+        ("hint", r"cannot score its validation rows \(it raised TypeError: .*'hint' \(.*own.py, line 9\)\); they have"),
+    ],
+)
+def test_a_column_that_validation_rows_lack_is_named_at_the_start(tmp_path, column, said):
+    """Without a column that a reward reads, the run ended at its first evaluation."""
+    (tmp_path / "own.py").write_text(VALIDATED.format(column=column))
+    with pytest.raises(ValueError, match=said):
+        run_main(tmp_path, dataset=str(tmp_path / "own.py"), eval_strategy="steps", eval_steps=1)
 
 
 @pytest.mark.parametrize("lora", [False, True])

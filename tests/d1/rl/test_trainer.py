@@ -19,7 +19,7 @@ from d1.rl.trainer import DiffuGRPOTrainer
 from d1.scoring import mean_field_logps
 from tests.faults import with_nan
 from tests.rounding import LOGITS, TOKENS, assert_near, rounding
-from tests.tiny_grpo import assert_same, logged, make_trainer, train_a_little, weights
+from tests.tiny_grpo import assert_same, by_letter, logged, make_trainer, train_a_little, weights
 
 COMBINATIONS = [(a, g, m) for a in (1, 2, 3, 4) for g in sorted({1, a, 2 * a}) for m in (1, 2, 4, 12)]
 
@@ -269,6 +269,40 @@ def test_two_evaluations_see_the_same_random_numbers(tiny_model_dir, tmp_path):
     trainer = make_trainer(tiny_model_dir, tmp_path)
     first, second = trainer.evaluate(), trainer.evaluate()
     assert first["eval_reward"] == second["eval_reward"]
+
+
+def test_an_evaluation_is_a_mean_over_rows_also_if_its_last_batch_is_smaller(tiny_model_dir, tmp_path):
+    """Four problems of four completions: a batch of 12 and one of 4."""
+    rewards = []
+
+    class Kept(DiffuGRPOTrainer):
+        def _calculate_rewards(self, *args, **kwargs):
+            rewards.append(super()._calculate_rewards(*args, **kwargs))
+            return rewards[-1]
+
+    trainer = make_trainer(tiny_model_dir, tmp_path, Kept, reward=by_letter, per_device_eval_batch_size=12)
+    evaluation = trainer.evaluate()
+    assert [len(of_batch) for of_batch in rewards] == [12, 4]
+    assert evaluation["eval_reward"] == pytest.approx(torch.cat(rewards).mean().item())
+    assert evaluation["eval_rewards/by_letter/mean"] == evaluation["eval_reward"]
+
+
+def test_a_prompt_that_is_too_long_is_refused_unless_it_may_be_cut(tiny_model_dir, tmp_path):
+    """Prompts have 26 tokens and more: the beginning of each would be missing."""
+    short = {"max_prompt_length": 20, "max_steps": 1}
+    with pytest.raises(ValueError, match=r"a prompt has \d\d tokens, more than max_prompt_length=20: raise .*, or set"):
+        make_trainer(tiny_model_dir, tmp_path, **short).train()
+    trainer = make_trainer(tiny_model_dir, tmp_path, truncate_prompts=True, **short)
+    trainer.train()
+    assert rollout_buffer(trainer)[0]["prompt_mask"].sum(1).tolist() == [20] * 4
+
+
+@pytest.mark.parametrize("length", [{"max_steps": 2}, {"max_steps": -1, "num_train_epochs": 1}])
+def test_too_few_prompts_for_a_rollout_are_refused(tiny_model_dir, tmp_path, length):
+    """Trainer would end at step 0, or ask for a positive max_steps."""
+    trainer = make_trainer(tiny_model_dir, tmp_path, per_device_train_batch_size=52, **length)
+    with pytest.raises(ValueError, match="a rollout needs 13 prompts and there are 12: lower per_device_train_batch"):
+        trainer.train()
 
 
 def test_rewards_see_what_trl_shows_them(tiny_model_dir, tmp_path):
