@@ -104,6 +104,10 @@ def main(args: argparse.Namespace) -> None:
             append_line(study.data, {"job": name, **train_second_half(study, name), **run_record()})
 
 
+def make_parser() -> argparse.ArgumentParser:
+    return short_sft.make_parser(__doc__)
+
+
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    run_script("studies.smollm2.second_half", lambda: main(short_sft.make_parser(__doc__).parse_args()))
+    run_script("studies.smollm2.second_half", lambda: main(make_parser().parse_args()))
