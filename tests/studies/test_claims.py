@@ -19,8 +19,8 @@ from studies.training import accuracy
 PAGES = {
     "README.md": 6,
     "docs/studies.md": 2,
-    "docs/convert.md": 2,
-    "studies/smollm2/README.md": 5,
+    "docs/convert.md": 3,
+    "studies/smollm2/README.md": 9,
     "docs/leaderboard.md": 13,
     "docs/fast_rollouts.md": 14,
     "docs/tools.md": 2,
