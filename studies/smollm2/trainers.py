@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +35,16 @@ def parts_of(trainer: dLLMTrainer) -> dict[str, Any]:
 
 
 # --- A frozen autoregressive model as the teacher ---------------------------------------------------------------------
+
+
+class MaskedTokens(NamedTuple):
+    """The n masks of a batch, as the model and its teacher read them."""
+
+    targets: Tensor  # (n,) ids of the hidden tokens
+    states: Tensor  # (n, hidden size) last hidden states, from which the head predicts the targets
+    layers: list[Tensor]  # the same states after each layer but the last, (n, hidden size) each
+    teacher_states: Tensor  # of the clean tokens before the masks, (n, hidden size)
+    teacher_layers: list[Tensor]
 
 
 class TeacherTrainer(dLLMTrainer):
@@ -67,15 +77,14 @@ class TeacherTrainer(dLLMTrainer):
             numbers = row_numbers(inputs)
             texts = torch.cat([2 * numbers[tokens.clean_positions], 2 * numbers[tokens.masked_positions] + 1])
             masked_in_layers = texts.argsort(stable=True).argsort()[len(clean_states) :]
-            masked_losses = self.masked_losses(
-                inner,
-                tokens.masked_targets,
-                masked_states,
-                [layer[masked_in_layers] for layer in layers],
-                teacher_states,
-                teacher_layers,
+            masks = MaskedTokens(
+                targets=tokens.masked_targets,
+                states=masked_states,
+                layers=[layer[masked_in_layers] for layer in layers],
+                teacher_states=teacher_states,
+                teacher_layers=teacher_layers,
             )
-            return torch.cat([clean_losses, masked_losses])
+            return torch.cat([clean_losses, self.masked_losses(inner, masks)])
 
         losses = run_inside(model, compute_losses)
         return sum_by_row(inputs, tokens, losses, weights, collator.causal)
@@ -90,23 +99,8 @@ class TeacherTrainer(dLLMTrainer):
         backbone, _ = backbone_and_head(self.teacher)
         return backbone(clean, None, before.unsqueeze(0), segments=segments)[0]
 
-    def masked_losses(
-        self,
-        model: Any,
-        targets: Tensor,
-        states: Tensor,
-        layers: list[Tensor],
-        teacher_states: Tensor,
-        teacher_layers: list[Tensor],
-    ) -> Tensor:
-        """(n,) losses of n masks.
-
-        Args:
-            targets: (n,) ids of the hidden tokens.
-            states: (n, hidden size) last hidden states, from which the head predicts the targets.
-            layers: the same states after each layer but the last, (n, hidden size) each.
-            teacher_states, teacher_layers: those of the teacher.
-        """
+    def masked_losses(self, model: Any, masks: MaskedTokens) -> Tensor:
+        """(n,) losses of the n masks of a batch."""
         raise NotImplementedError
 
 
@@ -114,15 +108,7 @@ class ForwardKLTrainer(TeacherTrainer):
     """The targets at masks are the teacher's distributions, instead of tokens: forward KL, over the whole vocabulary,
     to the distribution of the next token after the clean text (OPDLM, arXiv 2606.06712)."""
 
-    def masked_losses(
-        self,
-        model: Any,
-        targets: Tensor,
-        states: Tensor,
-        layers: list[Tensor],
-        teacher_states: Tensor,
-        teacher_layers: list[Tensor],
-    ) -> Tensor:
+    def masked_losses(self, model: Any, masks: MaskedTokens) -> Tensor:
         head = backbone_and_head(model)[1]
         teacher_head = backbone_and_head(self.teacher)[1]
 
@@ -132,7 +118,7 @@ class ForwardKLTrainer(TeacherTrainer):
             logps = head(states).float().log_softmax(-1)
             return F.kl_div(logps, teacher_logps, reduction="none", log_target=True).sum(-1)
 
-        return torch.cat(map_chunks(model, divergences, states, teacher_states, tensors_per_logit=4))
+        return torch.cat(map_chunks(model, divergences, masks.states, masks.teacher_states, tensors_per_logit=4))
 
 
 class AlignedTrainer(TeacherTrainer):
@@ -142,19 +128,13 @@ class AlignedTrainer(TeacherTrainer):
 
     ALIGNMENT = 10.0  # REPR-ALIGN's
 
-    def masked_losses(
-        self,
-        model: Any,
-        targets: Tensor,
-        states: Tensor,
-        layers: list[Tensor],
-        teacher_states: Tensor,
-        teacher_layers: list[Tensor],
-    ) -> Tensor:
+    def masked_losses(self, model: Any, masks: MaskedTokens) -> Tensor:
         cosines = []
-        for own, teacher in zip([*layers, states], [*teacher_layers, teacher_states], strict=True):
-            cosines.append(F.cosine_similarity(own.float(), teacher.float(), dim=-1))
-        cross_entropies = -target_logps(model, states, targets)[0]
+        layers = [*masks.layers, masks.states]
+        teacher_layers = [*masks.teacher_layers, masks.teacher_states]
+        for states, teacher_states in zip(layers, teacher_layers, strict=True):
+            cosines.append(F.cosine_similarity(states.float(), teacher_states.float(), dim=-1))
+        cross_entropies = -target_logps(model, masks.states, masks.targets)[0]
         return cross_entropies + self.ALIGNMENT * (1 - torch.stack(cosines).mean(0))
 
 

@@ -21,6 +21,7 @@ from studies.smollm2.trainers import (
     AnnealedContext,
     AnnealedTrainer,
     ForwardKLTrainer,
+    MaskedTokens,
     TeacherTrainer,
     annealed_context,
     parts_of,
@@ -114,9 +115,9 @@ def test_forward_kl_is_that_of_the_next_token_after_the_clean_text(sources, tmp_
 class Recording(TeacherTrainer):
     """The losses of `dLLMTrainer`, and what the losses of masks are given."""
 
-    def masked_losses(self, model: Any, targets: Tensor, states: Tensor, *given: Any) -> Tensor:
-        self.given = (targets, states, *given)
-        return -target_logps(model, states, targets)[0]
+    def masked_losses(self, model: Any, masks: MaskedTokens) -> Tensor:
+        self.masks = masks
+        return -target_logps(model, masks.states, masks.targets)[0]
 
 
 def test_cross_entropy_with_a_teacher_is_the_usual_loss_and_layers_are_those_of_plain_passes(sources, tmp_path):
@@ -128,7 +129,7 @@ def test_cross_entropy_with_a_teacher_is_the_usual_loss_and_layers_are_those_of_
     torch.testing.assert_close(trainer.row_losses(trainer.model, batch), usual, rtol=1e-9, atol=1e-9)
 
     # The states of each mask, by Transformers' own class on one block after the other
-    targets, states, layers, teacher_states, teacher_layers = trainer.given
+    targets, states, layers, teacher_states, teacher_layers = trainer.masks
     student_stock, teacher_stock = stocks_of(sources)
     expected: list[list[Tensor]] = []
     teacher_expected: list[list[Tensor]] = []
@@ -157,7 +158,7 @@ def test_alignment_adds_ten_times_one_minus_the_mean_cosine(sources, tmp_path):
     aligned = AlignedTrainer(load_model(teacher, torch.float64), **parts_of(plain))
     batch = batch_of(plain)
     usual = recording.row_losses(recording.model, batch)
-    _, states, layers, teacher_states, teacher_layers = recording.given
+    _, states, layers, teacher_states, teacher_layers = recording.masks
     cosines = []
     for own, other in zip([*layers, states], [*teacher_layers, teacher_states], strict=True):
         own, other = own.float(), other.float()
