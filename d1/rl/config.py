@@ -97,7 +97,6 @@ INHERITED_BY_RANGE: dict[Range, tuple[str, ...]] = {
 BATCHES = {"per_device_train_batch_size": False, "per_device_eval_batch_size": True}  # name -> whether for evaluation
 OUTPUT_DIR = "runs/rl"
 TRAINERS_BATCH = 8  # the Trainer's default
-GROUP = 6  # d1's completions per prompt
 INHERITED = {name: limits for limits, names in INHERITED_BY_RANGE.items() for name in names}
 Count = Annotated[int, COUNT]
 OptionalCount = Annotated[int | None, COUNT | None]
@@ -293,9 +292,7 @@ class DiffuGRPOConfig(GRPOConfig):
 
     # d1's objective and optimizer
     learning_rate: Amount = setting(3e-6, "Peak learning rate.")
-    num_generations: Annotated[int | None, Range(2, integer=True)] = setting(
-        GROUP, "Completions per prompt (the group)."
-    )
+    num_generations: Annotated[int | None, Range(2, integer=True)] = setting(6, "Completions per prompt (the group).")
     num_iterations: Count = setting(12, "mu: updates on each rollout.")
     num_mini_batches: Count = setting(
         1, "Parts of a rollout, each with its own optimizer step; steps_per_generation is that many accumulations."
@@ -418,7 +415,8 @@ class DiffuGRPOConfig(GRPOConfig):
     def check_groups(self) -> None:
         """Raises ValueError if a rollout is no whole number of groups."""
         method = find_method(self.method)
-        default_group = {"num_generations": GROUP, **method.scale, **method.values}["num_generations"]
+        values = {"num_generations": DiffuGRPOConfig.num_generations, **method.scale, **method.values}
+        default_group = values["num_generations"]
         for name, evaluates in BATCHES.items():
             (group, batches), size = self.group_and_batches(evaluates), getattr(self, name)
             if group and size * batches % group:

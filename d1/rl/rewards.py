@@ -88,8 +88,8 @@ def rewards_of(function: Reward, **kwargs: Any) -> list[float | None]:
 
 
 def names_of_rewards(functions: Sequence[Any]) -> list[str]:
-    """The names under which the log shows reward functions. Of several with one name, all but the first are numbered,
-    because values of one name are averaged."""
+    """The names of reward functions in the log. A name that an earlier function has gets a number, because the log
+    averages the values of a name."""
     names: list[str] = []
     for function in functions:
         name = numbered = get_callable_name(function)

@@ -327,18 +327,18 @@ class SamplingSettings:
         sizes = [end - start for start, end in pairwise(ends)]
         if self.first_token is None:
             return block_schedule(sizes, self.steps)
-        is_causal = self.first_token == "causal"
-        rest = [size - 1 for size in sizes if size > 1]
-        needed, which = len(sizes), ""
-        if is_causal:
-            needed += len(rest)
+        rest: list[int] = []  # the sizes of blocks without a first token that takes a step
+        which = ""
+        if self.first_token == "causal":
+            rest = [size - 1 for size in sizes if size > 1]
             which = ", whose first tokens take a step each,"
+        needed = len(sizes) + len(rest)
         if not needed <= self.steps <= self.gen_length:
             raise ValueError(
                 f"{self.gen_length} tokens in {len(sizes)} blocks{which} need between {needed} and {self.gen_length} "
                 f"steps, got {self.steps}"
             )
-        if not is_causal:
+        if self.first_token != "causal":
             return block_schedule(sizes, self.steps)
         later = iter(block_schedule(rest, self.steps - len(sizes)))
         return [[1, *(next(later) if size > 1 else ())] for size in sizes]

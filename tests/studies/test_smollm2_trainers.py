@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -68,12 +67,6 @@ def rows_of(batch: dict[str, Any]) -> list[tuple[Tensor, Tensor, Tensor, Tensor,
     return rows
 
 
-def stock_logits(stock: Stock, noised: Tensor, clean: Tensor, start: int) -> Tensor:
-    """Of the noised text, block by block, by masks that are written out."""
-    edges = sorted({0, *range(start % SIZE, len(clean), SIZE), len(clean)})
-    return torch.cat([stock.block(clean, noised, a, b) for a, b in pairwise(edges)])
-
-
 def next_token_losses(stock: Stock, clean: Tensor, labels: Tensor) -> Tensor:
     logps = stock.logits(clean[None])[0, :-1].log_softmax(-1)
     return -(logps.gather(-1, clean[1:, None])[:, 0] * (labels[1:] >= 0)).sum()
@@ -97,7 +90,7 @@ def test_forward_kl_is_that_of_the_next_token_after_the_clean_text(sources, tmp_
     all_labels = batch["labels"][0].split(batch["lengths"])
     expected = []
     for (noised, clean, masked, level, start), labels in zip(rows_of(batch), all_labels, strict=True):
-        logps = stock_logits(student_stock, noised, clean, start).log_softmax(-1)
+        logps = student_stock.blocks(clean, noised, start, SIZE).log_softmax(-1)
         target = teacher_stock.logits(clean[None])[0].log_softmax(-1)
         target = torch.cat([target[:1], target[:-1]])  # of the next token; the first token is never hidden
         divergences = (target.exp() * (target - logps)).sum(-1)
@@ -184,8 +177,8 @@ def test_in_blocks_of_one_token_nothing_is_left_to_learn_from_a_model_itself(sou
     losses = trainer.row_losses(trainer.model, batch)
     expected = plain.row_losses(trainer.model, batch)
     if trainer_class is ForwardKLTrainer:
-        nothing_hidden = dict(batch, masked=torch.zeros_like(batch["masked"]), input_ids=batch["labels"])
-        nothing_hidden["input_ids"] = torch.where(batch["labels"] < 0, batch["input_ids"], batch["labels"])
+        clean = torch.where(batch["labels"] < 0, batch["input_ids"], batch["labels"])
+        nothing_hidden = dict(batch, masked=torch.zeros_like(batch["masked"]), input_ids=clean)
         expected = plain.row_losses(trainer.model, nothing_hidden)
     torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-5)
 

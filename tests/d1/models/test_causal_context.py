@@ -77,9 +77,9 @@ class Stock:
             logits = torch.cat([logits[:1], logits[:-1]])
         return logits[start:]
 
-    def blocks(self, clean: Tensor, noised: Tensor, start: int) -> Tensor:
-        """Logits of all noised blocks, one after the other; blocks of SIZE lie around `start`."""
-        edges = [0, *range(start % SIZE or SIZE, len(clean), SIZE), len(clean)]
+    def blocks(self, clean: Tensor, noised: Tensor, start: int, size: int = SIZE) -> Tensor:
+        """Logits of all noised blocks, one after the other; blocks of `size` lie around `start`."""
+        edges = [0, *range(start % size or size, len(clean), size), len(clean)]
         return torch.cat([self.block(clean, noised, a, b) for a, b in pairwise(edges)])
 
 
