@@ -74,10 +74,10 @@ def arms_of(source: str) -> dict[str, list[Line]]:
         return grouped([*lines, *data("collapse/data/reference.jsonl")], "arm")
     if study == "tools":
         return grouped([line for line in data("tools/data/runs.jsonl") if line["attention"] == part], "arm")
-    if study == "smollm2" and part in ("short_sft", "second_half", "sampler_blocks"):
+    if study == "smollm2" and part in ("short_sft", "second_half", "sampler_blocks", "short_rl"):
         lines = data(f"smollm2/data/{part}.jsonl")
-        if part == "sampler_blocks":
-            for line in data("smollm2/data/short_sft.jsonl"):  # with the blocks of their training
+        if part in ("sampler_blocks", "short_rl"):
+            for line in data("smollm2/data/short_sft.jsonl"):  # where they start
                 lines = [*lines, {**line, "job": f"{line['job']}-trained"}]
         return {line["job"]: [{"seed": 0, "right": line["validation"]["right"]}] for line in lines}
     if study == "smollm2":

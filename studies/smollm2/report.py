@@ -18,6 +18,8 @@ from studies.smollm2.sampler_blocks import BLOCKS, MODELS
 from studies.smollm2.sampler_blocks import DATA as BLOCKS_DATA
 from studies.smollm2.second_half import DATA as HALF_DATA
 from studies.smollm2.second_half import FIRST, HALVES
+from studies.smollm2.short_rl import DATA as SHORT_RL_DATA
+from studies.smollm2.short_rl import START, TRAIN
 from studies.smollm2.short_sft import DATA as SHORT_DATA
 from studies.smollm2.short_sft import SHORT_ARMS
 from studies.smollm2.steps import ARMS, BLOCK, RATES, SEEDS, Lines, best_arm, best_rate, rate_of_later_runs
@@ -299,6 +301,41 @@ def sampler_blocks_table(lines: Lines, trained_blocks: Lines) -> str:
     return markdown_table([*head, f"blocks of {BLOCK}, % [95%]"], rows)
 
 
+def short_rl_table(lines: Lines, start: Mapping[str, Any]) -> str:
+    """Section 8: the validation problems of RL and of more SFT, compared with each other and with `start`, the line of
+    the SFT that both continue."""
+    rows = [["SFT", share([start], "validation"), "", "", *cells_of_texts(start)]]
+    for name in TRAIN:
+        if name not in lines:
+            rows.append([f"+ {name}", *[""] * 6])
+            continue
+        line = lines[name]
+        gap = points(mean_of(outcomes(line, "validation") - outcomes(start, "validation")))
+        over_more = ""
+        if name != "more" and "more" in lines:
+            over_more = points(mean_of(outcomes(line, "validation") - outcomes(lines["more"], "validation")))
+        rows.append([f"+ {name}", share([line], "validation"), gap, over_more, *cells_of_texts(line)])
+    head = ["stages", "validation, % [95%]", "minus SFT [95%]", "minus SFT + more [95%]"]
+    return markdown_table([*head, "bits per byte", "characters", "minutes"], rows)
+
+
+def cells_of_texts(line: Mapping[str, Any]) -> list[str]:
+    """Bits per byte of gold answers, characters of a completion, and minutes of training."""
+    characters = line["validation"]["characters"]
+    return [f"{line['bits']:.3f}", f"{characters:.1f}", f"{line['seconds'] / 60:.0f}"]
+
+
+def short_rl_rollouts_table(line: Mapping[str, Any]) -> str:
+    """Section 8: what RL logged, by quarters of its rollouts."""
+    rows = []
+    quarters = [np.array_split(np.array(line[name]), 4) for name in ("right", "ratio_max")]
+    last = 0
+    for right, ratios in zip(*quarters, strict=True):
+        first, last = last + 1, last + len(right)
+        rows.append([f"{first} to {last}", f"{100 * right.mean():.1f}", f"{ratios.max():.2f}"])
+    return markdown_table(["rollouts", "right, %", "largest ratio"], rows)
+
+
 def signed(mean: Mean) -> str:
     """A difference in bits per byte: "-0.0021 [-0.0040, -0.0002]"."""
     return f"{mean.value:+.4f} [{mean.low:+.4f}, {mean.high:+.4f}]"
@@ -331,5 +368,9 @@ def parts() -> dict[Path, str]:
     text += f"\n## Second halves of the short SFT\n\n{second_half_table(halves)}"
     blocks = {line["job"]: line for line in read_lines(BLOCKS_DATA)}
     text += f"\n## The block length of the sampler\n\n{sampler_blocks_table(blocks, short)}"
+    rl = {line["job"]: line for line in read_lines(SHORT_RL_DATA)}
+    text += f"\n## RL or more SFT after the short SFT\n\n{short_rl_table(rl, short[START])}"
+    if "rl" in rl:
+        text += f"\n{short_rl_rollouts_table(rl['rl'])}"
     text += f"\n## Completions of the first test problems\n\n{texts_table(lines)}"
     return {Path(__file__).with_name("README.md"): text}

@@ -14,6 +14,7 @@ import pytest
 import torch
 import trl
 from gguf import GGMLQuantizationType
+from safetensors.torch import load_file
 from scipy import stats
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -21,7 +22,7 @@ from d1.eval.scores import user_tasks
 from d1.rl import DiffuGRPOConfig
 from smollm import model as smollm_model
 from studies.json_lines import append_line, read_lines
-from studies.smollm2 import run, sampler_blocks, second_half, short_sft, steps, study_svamp
+from studies.smollm2 import run, sampler_blocks, second_half, short_rl, short_sft, steps, study_svamp
 from studies.smollm2.report import (
     contrasts_table,
     conversion_table,
@@ -29,6 +30,8 @@ from studies.smollm2.report import (
     masks_table,
     sampler_blocks_table,
     second_half_table,
+    short_rl_rollouts_table,
+    short_rl_table,
     short_sft_table,
     stages_table,
 )
@@ -576,3 +579,49 @@ def test_shorter_blocks_are_compared_with_those_of_training(tmp_path, monkeypatc
     assert four.startswith("25.0 [")
     assert four_gap.startswith("+0.0 [")
     assert eight.startswith("25.0 [")
+
+
+def test_rl_and_more_sft_start_from_the_short_sft(tmp_path):
+    study = tiny_study(tmp_path)
+    (tmp_path / "ar" / "tokenizer_config.json").touch()
+    study.path("rl.jsonl").write_text(4 * study.path("validation.jsonl").read_text())
+    start = study.path("short-shift-0")
+    rl = short_rl.train_and_judge(study, "rl")
+    assert rl["settings"][rl["settings"].index("--model_path") + 1] == f"OUTPUT_DIR/{start.name}"
+    assert len(rl["right"]) == len(rl["ratio_max"]) == 2  # rollouts
+    assert len(rl["validation"]["right"]) == 2
+    assert json.loads(study.path("short-rl/trainer_state.json").read_text())["global_step"] == 4
+    more = short_rl.train_and_judge(study, "more")
+    assert more["settings"][more["settings"].index("--model_name") + 1] == f"OUTPUT_DIR/{start.name}"
+    run = json.loads(study.path("short-more/trainer_state.json").read_text())
+    assert run["global_step"] == run["max_steps"] == 8
+    first, trained = (load_file(folder / "model.safetensors") for folder in (start, study.path("short-more")))
+    assert any(not torch.equal(first[name], trained[name]) for name in first)
+
+
+def test_rl_and_more_sft_are_compared_by_problem():
+    def line(right, bits):
+        return {"validation": {"right": right, "characters": 20.0}, "bits": bits, "seconds": 120.0}
+
+    lines = {"rl": line("1100", 0.2), "more": line("1111", 0.1)}
+    rows = [
+        [cell.strip() for cell in row.split("|")[1:-1]] for row in short_rl_table(lines, line("1000", 0.3)).splitlines()
+    ]
+    sft, rl, more = rows[2:]
+    assert sft[2:] == ["", "", "0.300", "20.0", "2"]
+    assert rl[2].startswith("+25.0 [")
+    assert rl[3].startswith("-50.0 [")
+    assert rl[4:] == ["0.200", "20.0", "2"]
+    assert more[2].startswith("+75.0 [")
+    assert more[3] == ""
+    *_, missing = short_rl_table({"rl": lines["rl"]}, line("1000", 0.3)).splitlines()
+    assert [cell.strip() for cell in missing.split("|")[1:-1]] == ["+ more", *[""] * 6]
+
+    logged = {"right": [0.0, 0.5, 0.25, 0.75, 1.0], "ratio_max": [1.0, 3.0, 1.0, 2.0, 1.5]}
+    rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in short_rl_rollouts_table(logged).splitlines()[2:]]
+    assert rows == [
+        ["1 to 2", "25.0", "3.00"],
+        ["3 to 3", "25.0", "1.00"],
+        ["4 to 4", "75.0", "2.00"],
+        ["5 to 5", "100.0", "1.50"],
+    ]

@@ -1,0 +1,100 @@
+"""RL, or more SFT in the same time, after the short SFT of `shift`, on a CPU: PROTOCOL.md, section 8.
+
+    D1_FILES=FOLDER python -m studies.smollm2.short_rl --model SmolLM2-135M-Instruct.Q4_1.gguf    # hours
+    python -m smollm.model tiny runs/tiny
+    D1_FILES=FOLDER python -m studies.smollm2.short_rl --model runs/tiny --tiny
+
+A line per arm goes to data/short_rl.jsonl. A stopped run continues, as that of `short_sft.py`, whose arm `shift` both
+arms start from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from d1.runs.cli import run_script
+from d1.runs.record import run_record
+from studies.json_lines import append_line, read_lines
+from studies.smollm2 import short_sft
+from studies.smollm2.short_sft import seconds_of, stage_flags, train_stage, without_folder
+from studies.smollm2.steps import TASK, Arm, Study, bits_per_byte, judge, losses_of
+
+DATA = short_sft.DATA.with_name("short_rl.jsonl")
+RECIPE = Path(__file__).parents[2] / "recipes" / "smollm2-135m-rl.yaml"
+START = "shift"  # the arm of the short SFT that both arms continue
+RATE = 3e-5
+ROLLOUTS = 40
+SFT_STEPS = 290  # which take as long as the rollouts: PROTOCOL.md
+
+logger = logging.getLogger(__name__)
+
+
+def train_start(study: Study) -> Path:
+    """The model after the short SFT."""
+    conversion = short_sft.SHORT_ARMS[START][0]
+    short_sft.write_files(study, conversion)
+    train_stage(stage_flags(study, START, 0, study.path(f"{conversion}-base")))
+    return study.path(f"short-{START}-0")
+
+
+def train_rl(study: Study, start: Path) -> dict[str, Any]:
+    """RL by d1's method, with the recipe of `make smollm`."""
+    from d1.rl import train
+
+    out = study.path("short-rl")
+    flags: list[object] = ["--config", RECIPE, "--model_path", start, "--output_dir", out]
+    flags += ["--dataset", TASK, "--data_file", study.path("rl.jsonl"), "--max_prompt_length", study.longest - 64]
+    flags += ["--learning_rate", RATE, "--seed", 0, "--max_steps", 4 if study.tiny else 2 * ROLLOUTS]
+    flags += ["--per_device_train_batch_size", 32, "--gradient_accumulation_steps", 2]  # half the memory
+    flags += ["--use_cpu", "true", "--bf16", "true", "--eval_strategy", "no", "--resume_from_checkpoint", "true"]
+    words = [*map(str, flags)]
+    train.main(*train.make_parser().parse_args_and_config(words))
+    logs = [log for log in read_lines(out / "metrics.jsonl") if "loss" in log]
+    return {
+        "settings": without_folder(study, words),
+        "right": [round(log["rewards/accuracy/mean"], 4) for log in logs],
+        "ratio_max": [round(log["ratio_max"], 4) for log in logs],
+        "seconds": seconds_of(out),
+    }
+
+
+def train_more(study: Study, start: Path) -> dict[str, Any]:
+    """More SFT: a second stage of the short SFT, with new rows and a rate of its own from 3e-4 to 0."""
+    out = study.path("short-more")
+    words = stage_flags(study, START, 0, start, out.name)
+    words += ["--seed", "1", "--max_steps", "8" if study.tiny else str(SFT_STEPS)]  # the last of two flags counts
+    train_stage(words)
+    return {"settings": without_folder(study, words), "losses": losses_of(out), "seconds": seconds_of(out)}
+
+
+TRAIN: dict[str, Callable[[Study, Path], dict[str, Any]]] = {"rl": train_rl, "more": train_more}
+
+
+def train_and_judge(study: Study, name: str) -> dict[str, Any]:
+    """The line of an arm: its training, and its judgement on the validation problems."""
+    line = TRAIN[name](study, train_start(study))
+    model = study.path(f"short-{name}")
+    arm = Arm(convert=None, streams=2, block=short_sft.SHORT_ARMS[START][1])
+    return line | judge(study, model, arm, ["validation"]) | {"bits": bits_per_byte(study, model, arm)}
+
+
+def main(args: argparse.Namespace) -> None:
+    study = short_sft.study_of(args, DATA)
+    for name in TRAIN:
+        if name not in study.lines():
+            logger.info("%s: %s starts", time.strftime("%H:%M:%S"), name)
+            append_line(study.data, {"job": name, **train_and_judge(study, name), **run_record()})
+
+
+def make_parser() -> argparse.ArgumentParser:
+    return short_sft.make_parser(__doc__)
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    run_script("studies.smollm2.short_rl", lambda: main(make_parser().parse_args()))
