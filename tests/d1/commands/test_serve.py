@@ -37,10 +37,12 @@ def started(model: Path, folder: Path, *flags: str) -> Iterator[tuple[BaseProces
 
 def test_a_signal_ends_it_after_the_last_answer(tiny_model_dir, tmp_path):
     with started(tiny_model_dir, tmp_path) as (process, url):
+        requests.post(f"{url}/pause_generation", json={"mode": "in_place"}, timeout=60)
         curl = ["curl", "-s", f"{url}/generate", "-H", "Content-Type: application/json", "-d", json.dumps(PROMPT)]
-        asked = [subprocess.Popen(curl, stdout=subprocess.PIPE) for _ in range(6)]
-        while "d1_rows_at_work 4\n" not in requests.get(f"{url}/metrics", timeout=60).text:
+        asked = [subprocess.Popen(curl, stdout=subprocess.PIPE) for _ in range(6)]  # 4 at work, 2 that wait
+        while "d1_rows_waiting 6\n" not in requests.get(f"{url}/metrics", timeout=60).text:
             assert process.is_alive()
+        requests.post(f"{url}/continue_generation", timeout=60)
         process.terminate()
         answers = [json.loads(one.communicate()[0]) for one in asked]
         assert [len(answer["output_ids"]) for answer in answers] == [200] * 6

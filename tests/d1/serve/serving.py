@@ -42,7 +42,7 @@ class Served:
         return next(float(line.split()[-1]) for line in lines if line.startswith(name))
 
     def wait_for(self, name: str, value: float) -> None:
-        until = time.monotonic() + 30
+        until = time.monotonic() + 120
         while self.metric(name) != value:
             assert time.monotonic() < until, f"{name} is {self.metric(name)}, not {value}"
             time.sleep(0.02)
