@@ -74,7 +74,7 @@ def arms_of(source: str) -> dict[str, list[Line]]:
         return grouped([*lines, *data("collapse/data/reference.jsonl")], "arm")
     if study == "tools":
         return grouped([line for line in data("tools/data/runs.jsonl") if line["attention"] == part], "arm")
-    if study == "smollm2" and part in ("short_sft", "second_half", "sampler_blocks", "short_rl"):
+    if study == "smollm2" and part in ("short_sft", "second_half", "sampler_blocks", "short_rl", "samplers"):
         lines = data(f"smollm2/data/{part}.jsonl")
         if part in ("sampler_blocks", "short_rl"):
             for line in data("smollm2/data/short_sft.jsonl"):  # where they start

@@ -16,6 +16,9 @@ from studies.reports import holm, percent, points, share_of_one_run
 from studies.smollm2.run import DATA, jobs
 from studies.smollm2.sampler_blocks import BLOCKS, MODELS
 from studies.smollm2.sampler_blocks import DATA as BLOCKS_DATA
+from studies.smollm2.samplers import DATA as SAMPLERS_DATA
+from studies.smollm2.samplers import MODELS as SAMPLED_MODELS
+from studies.smollm2.samplers import SAMPLERS
 from studies.smollm2.second_half import DATA as HALF_DATA
 from studies.smollm2.second_half import FIRST, HALVES
 from studies.smollm2.short_rl import DATA as SHORT_RL_DATA
@@ -336,6 +339,31 @@ def short_rl_rollouts_table(line: Mapping[str, Any]) -> str:
     return markdown_table(["rollouts", "right, %", "largest ratio"], rows)
 
 
+def samplers_table(lines: Lines) -> str:
+    """Section 9: the validation problems that models solve with fewer passes, compared with `exact`."""
+    gaps: dict[str, np.ndarray] = {}
+    for model in SAMPLED_MODELS:
+        exact = lines.get(f"{model}, exact")
+        for sampler in SAMPLERS:
+            name = f"{model}, {sampler}"
+            if sampler != "exact" and exact is not None and name in lines:
+                gaps[name] = outcomes(lines[name], "validation") - outcomes(exact, "validation")
+    adjusted = dict(zip(gaps, holm([float(p_values(gap)) for gap in gaps.values()]), strict=True))
+
+    rows = []
+    for model in SAMPLED_MODELS:
+        for sampler in SAMPLERS:
+            name = f"{model}, {sampler}"
+            if name not in lines:
+                rows.append([model, sampler, *[""] * 4])
+                continue
+            cells = [model, sampler, share([lines[name]], "validation")]
+            cells += [points(mean_of(gaps[name])), f"{adjusted[name]:.2g}"] if name in gaps else ["", ""]
+            rows.append([*cells, f"{lines[name]['validation']['passes']:.1f}"])
+    head = ["model", "sampler", "validation, % [95%]", "minus exact [95%]", "p (Holm)", "passes"]
+    return markdown_table(head, rows)
+
+
 def signed(mean: Mean) -> str:
     """A difference in bits per byte: "-0.0021 [-0.0040, -0.0002]"."""
     return f"{mean.value:+.4f} [{mean.low:+.4f}, {mean.high:+.4f}]"
@@ -372,5 +400,7 @@ def parts() -> dict[Path, str]:
     text += f"\n## RL or more SFT after the short SFT\n\n{short_rl_table(rl, short[START])}"
     if "rl" in rl:
         text += f"\n{short_rl_rollouts_table(rl['rl'])}"
+    samplers = {line["job"]: line for line in read_lines(SAMPLERS_DATA)}
+    text += f"\n## Samplers with fewer passes\n\n{samplers_table(samplers)}"
     text += f"\n## Completions of the first test problems\n\n{texts_table(lines)}"
     return {Path(__file__).with_name("README.md"): text}

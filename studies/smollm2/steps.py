@@ -261,8 +261,11 @@ def load_ar(path: Path) -> Any:
 SPLITS = ("validation", "test")
 
 
-def judge(study: Study, model: Path, arm: Arm, splits: Sequence[str] = SPLITS) -> dict[str, Any]:
-    """Which validation and test problems a diffusion model solves, its lengths, and some completions."""
+def judge(
+    study: Study, model: Path, arm: Arm, splits: Sequence[str] = SPLITS, sampler: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Which validation and test problems a diffusion model solves, its lengths and forward passes, and some
+    completions; `sampler`: flags of `d1 eval` in place of those of the protocol."""
     from d1.eval import run as evaluation
 
     found: dict[str, Any] = {}
@@ -271,11 +274,12 @@ def judge(study: Study, model: Path, arm: Arm, splits: Sequence[str] = SPLITS) -
         shutil.rmtree(folder, ignore_errors=True)
         flags: list[object] = ["--model_path", model, "--dataset", TASK, "--data_file", study.path(f"{split}.jsonl")]
         flags += ["--gen_length", LENGTH, "--block_length", arm.block, "--diffusion_steps", LENGTH, "--batch_size", 512]
-        flags += ["--eos_stop", "--output_dir", folder]
+        flags += ["--eos_stop", "--output_dir", folder, *sampler]
         evaluation.main(evaluation.make_parser().parse_args([*map(str, flags)]))
         (file,) = folder.glob("*_generations.json")
         problems = sorted(json.loads(file.read_text())["generations"], key=lambda problem: problem["index"])
         found[split] = verdicts([problem["text"] for problem in problems], [p["ground_truth"] for p in problems])
+        found[split]["passes"] = round(fmean(problem["forward_passes"] for problem in problems), 2)
         shutil.rmtree(folder)
     return found
 

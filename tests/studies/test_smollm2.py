@@ -22,13 +22,14 @@ from d1.eval.scores import user_tasks
 from d1.rl import DiffuGRPOConfig
 from smollm import model as smollm_model
 from studies.json_lines import append_line, read_lines
-from studies.smollm2 import run, sampler_blocks, second_half, short_rl, short_sft, steps, study_svamp
+from studies.smollm2 import run, sampler_blocks, samplers, second_half, short_rl, short_sft, steps, study_svamp
 from studies.smollm2.report import (
     contrasts_table,
     conversion_table,
     cpu_rates_table,
     masks_table,
     sampler_blocks_table,
+    samplers_table,
     second_half_table,
     short_rl_rollouts_table,
     short_rl_table,
@@ -625,3 +626,32 @@ def test_rl_and_more_sft_are_compared_by_problem():
         ["4 to 4", "75.0", "2.00"],
         ["5 to 5", "100.0", "1.50"],
     ]
+
+
+def test_samplers_are_compared_with_exact(tmp_path, monkeypatch):
+    study = tiny_study(tmp_path)
+    monkeypatch.setattr(samplers, "MODELS", {"shift": "shift-base"})
+    samplers.judge_samplers(study)
+    lines = study.lines()
+    passes = {name: line["validation"]["passes"] for name, line in lines.items()}
+    assert [*passes] == [f"shift, {name}" for name in samplers.SAMPLERS]
+    assert passes["shift, exact"] == passes["shift, threshold 0.9"]  # a random model is sure of nothing
+    assert passes["shift, two per pass"] == passes["shift, exact"] / 2
+    samplers.judge_samplers(study)  # nothing is judged twice
+    assert study.lines() == lines
+
+    def line(right, passes):
+        return {"validation": {"right": right, "passes": passes}}
+
+    judged = {"shift, exact": line("1100", 20.0), "shift, threshold 0.7": line("0000", 8.0)}
+    judged |= {"shift, threshold 0.9": line("1110", 10.0), "more, two per pass": line("1100", 9.0)}
+    rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in samplers_table(judged).splitlines()[2:]]
+    by_name = {", ".join(cells[:2]): cells[2:] for cells in rows}
+    assert by_name["shift, exact"][1:] == ["", "", "20.0"]
+    assert by_name["shift, threshold 0.9"][1].startswith("+25.0 [")
+    p_values = sorted(float(stats.ttest_1samp(gap, 0).pvalue) for gap in ([0, 0, 1, 0], [-1, -1, 0, 0]))
+    # Holm's correction over two: the smaller one is doubled, and the other one is at least as large
+    assert by_name["shift, threshold 0.7"][2] == f"{min(1, 2 * p_values[0]):.2g}"
+    assert by_name["shift, threshold 0.9"][2] == f"{min(1, max(2 * p_values[0], p_values[1])):.2g}"
+    assert by_name["more, two per pass"][1:] == ["", "", "9.0"]  # nothing to compare it with
+    assert by_name["shift, two per pass"] == ["", "", "", ""]
