@@ -184,7 +184,7 @@ def build(config: PreTrainedConfig, settings: FitSettings) -> Any:
         model = get_peft_model(model, LoraConfig(r=settings.lora_r, target_modules=targets), low_cpu_mem_usage=True)
         if settings.gradient_checkpointing:
             model.enable_input_require_grads()
-        if settings.load_in_4bit and settings.stage == "rl":  # TRL casts the adapter
+        if settings.load_in_4bit and settings.stage == "rl" and settings.zero:  # TRL casts the adapter
             model.to(dtype)
     return model.train(training)
 
@@ -388,7 +388,7 @@ def resident_bytes(config: PreTrainedConfig, settings: FitSettings) -> dict[str,
     Without ZeRO, trained weights are fp32 with two fp32 states. DeepSpeed keeps trained weights and gradients in
     `dtype`, and an fp32 copy with the states. ZeRO stage 1 divides the states among the GPUs, stage 2 also the
     gradients, stage 3 also the weights. With 4-bit weights, SFT and preference training keep the others (embeddings,
-    head, norms) in fp32, as QLoRA does, and RL has its adapter in 16 bits, as TRL does.
+    head, norms) in fp32, as QLoRA does.
     """
     model, size = build(config, settings), settings.weight_dtype.itemsize
     learnt = [p for p in model.parameters() if p.requires_grad and settings.stage != "eval"]
