@@ -21,12 +21,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import Trainer
 from trl.models.utils import prepare_deepspeed, prepare_fsdp
-from trl.trainer.utils import disable_dropout_in_model, use_adapter
+from trl.trainer.utils import use_adapter
 
 from d1.models.head import run_inside
 from d1.preference.methods import Method
 from d1.runs.data import IGNORED
-from d1.runs.trainer import SummingTrainer
+from d1.runs.trainer import SummingTrainer, disable_dropout
 from d1.scoring import Views, score
 
 
@@ -85,7 +85,7 @@ class PreferenceTrainer(SummingTrainer, Trainer):
 
     def prepare_reference(self, reference: Any) -> Any:
         """A frozen model, placed or split over processes like the trained one."""
-        disable_dropout_in_model(reference)
+        disable_dropout(reference)
         if self.is_deepspeed_enabled:
             return prepare_deepspeed(reference, self.accelerator)
         if self.is_fsdp_enabled:

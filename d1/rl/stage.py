@@ -165,8 +165,6 @@ def prepare(
             callbacks=callbacks,
             tools=list(tools.functions),
         )
-        if args.should_save:
-            warn_of_rounded_steps(trainer)
         if not args.state_reward:  # which gives the steps of equal completions advantages of their own
             trainer.add_callback(WatchGroups())
         if args.report:
@@ -217,19 +215,6 @@ def log_unused_lora(args: DiffuGRPOConfig, model_args: ModelConfig) -> None:
     if given:
         described = ", ".join(f"{name} {getattr(model_args, name)}" for name in given)
         logger.info("Without effect, because %s: %s", reason, described)
-
-
-def warn_of_rounded_steps(trainer: DiffuGRPOTrainer) -> None:
-    """Warns if all weights are trained in 16 bits, where most steps are smaller than the rounding. DeepSpeed's
-    optimizer has copies in fp32."""
-    model = trainer.model
-    if trainer.is_deepspeed_enabled or isinstance(model, PeftModel) or model.dtype.itemsize > 2:
-        return
-    logger.warning(
-        "All weights are trained in %s, where most steps of a learning rate of %g are rounded away: use --dtype "
-        "float32 (--bf16 true still computes in 16 bits), or an adapter (--use_peft true).",
-        *(str(model.dtype).removeprefix("torch."), trainer.args.learning_rate),
-    )
 
 
 def load_problems(task: ModuleType, args: DiffuGRPOConfig) -> tuple[Dataset, Dataset | None]:

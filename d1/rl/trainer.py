@@ -73,7 +73,7 @@ from d1.rl.losses import ADVANTAGES, OBJECTIVES, PENALTIES, TRLS_OVER_ROWS, sequ
 from d1.rl.rewards import SPEED, guard_reward, names_of_rewards
 from d1.rl.sources import RolloutRequest
 from d1.runs.checkpoints import read_state, reading_checkpoint
-from d1.runs.trainer import check_arguments, loaded_model, tokenizer_of
+from d1.runs.trainer import check_arguments, disable_dropout, loaded_model, tokenizer_of
 from d1.sampling import Rollout, RolloutStart
 from d1.sampling.graphs import set_compile
 from d1.sampling.loop import Stops
@@ -171,12 +171,8 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
                 rollout_func=self.source.rollout_func,
                 **kwargs,
             )
-        # TRL casts the adapter of 4-bit weights to 16 bits, where most steps of the optimizer are rounded away. So it
-        # is in fp32, as in d1; DeepSpeed keeps an fp32 copy itself.
-        if getattr(model, "is_loaded_in_4bit", False) and not self.is_deepspeed_enabled:
-            for weight in self.model.parameters():
-                if weight.requires_grad:
-                    weight.data = weight.data.float()
+        if args.disable_dropout:
+            disable_dropout(self.model)
         # Unless the KL is TRL's, its beta is 0: then TRL adds no KL and reads no reference of its own.
         self.beta = args.beta if args.has_trls_kl else 0.0
         has_blocks = block_size(self.model.config) is not None

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+from peft import PeftModel
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
 from trl.trainer.utils import disable_dropout_in_model
@@ -28,6 +30,8 @@ UNREAD_ARGUMENTS = {  # settings of `TrainingArguments` that no trainer here rea
     "train_sampling_strategy": "rows come in random order, in global batches",
     "length_column_name": "rows are not sorted by length",
 }
+
+logger = logging.getLogger(__name__)
 
 
 def check_arguments(args: Any) -> None:
@@ -73,6 +77,15 @@ def tokenizer_of(processing_class: Any, model: Any, **options: Any) -> Any:
     return load_tokenizer(path, **options)
 
 
+def disable_dropout(model: Any) -> None:
+    """Turn off the dropout of a model; changes it in place. TRL's function leaves that of attention weights, whose
+    probability is an attribute of Transformers' attention layers."""
+    disable_dropout_in_model(model)
+    for module in model.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.0
+
+
 class RunTrainer(TrainerHooks):
     """Comes before Trainer, or a trainer made from it, among the bases of a class.
 
@@ -80,14 +93,41 @@ class RunTrainer(TrainerHooks):
     - `train_loss` is the mean over all steps of the run, also after a resume.
     - `save_model` refuses weights that are not finite (FloatingPointError); so does a log with such a gradient.
     - In mixed precision, the inputs of LoRA layers are not cast (`skip_input_casts`).
+    - Steps of the optimizer are not rounded away without a word (`check_precision`).
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         check_arguments(kwargs.get("args"))
         super().__init__(*args, **kwargs)
         skip_input_casts(self.model)
+        self.check_precision()
         self.add_callback(LoadExtra(self))
         self.resumed_step: int | None = None  # until the first checkpoint after a resume, the step it continues from
+
+    def check_precision(self) -> None:
+        """Cast trained weights of 16 bits to fp32 if they belong to an adapter and passes are in mixed precision, and
+        warn of others: in 16 bits, most steps of a small learning rate are rounded away.
+
+        Such weights of an adapter are those on 4-bit weights, which TRL casts, and the `modules_to_save` of PEFT.
+        DeepSpeed's optimizer has copies in fp32, and FSDP2 casts in mixed precision.
+        """
+        if self.is_deepspeed_enabled or self.is_fsdp_enabled:
+            return
+        parameters = cast(Any, self.model).parameters()
+        trained = [weight for weight in parameters if weight.requires_grad and weight.dtype.itemsize == 2]
+        if not trained:
+            return
+        if isinstance(self.model, PeftModel) and (self.args.bf16 or self.args.fp16):
+            for weight in trained:
+                weight.data = weight.data.float()
+            return
+        if not self.is_world_process_zero():
+            return
+        logger.warning(
+            "Weights are trained in %s, where most steps of a learning rate of %g are rounded away: load the model in "
+            "float32 (of `d1 rl`: --dtype float32), or train an adapter, both with bf16=True for passes in 16 bits.",
+            *(str(trained[0].dtype).removeprefix("torch."), self.args.learning_rate),
+        )
 
     def require_one_gpu(self) -> None:
         """Refuse (ValueError) a process that would split its batches over several GPUs."""
@@ -172,7 +212,7 @@ class SummingTrainer(RunTrainer):
             raise ValueError(f"{type(self).__name__} has no evaluation loss: leave eval_dataset out")
         require_prepared(self.model)
         self.require_one_gpu()
-        disable_dropout_in_model(self.model)
+        disable_dropout(self.model)
         self.count_labels_of_step()
         self.sums: dict[str, Tensor] = {}  # name -> (), float64, the sum in this process since the last log
         share = float(self.args.process_index == 0)

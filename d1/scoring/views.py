@@ -221,10 +221,13 @@ def score(
         blocks=blocks,
         padded=padded,
     )
-    if torch.is_grad_enabled() and len(passes) > 1:
+    trains_in_passes = torch.is_grad_enabled() and len(passes) > 1
+    if trains_in_passes:
         compute = partial(checkpoint, compute, use_reentrant=False)
     computed = []
     for pass_pairs in passes:
+        if trains_in_passes:  # a copy of the weights in 16 bits that passes share would sum their gradients in 16 bits
+            torch.clear_autocast_cache()
         # A pass takes the head only at tokens with a weight: their indices in its flattened (pairs, tokens).
         at = scored[pass_pairs.unbind(1)].flatten().nonzero().squeeze(1)
         computed.append(compute(upload(pass_pairs, clean.device), upload(at, clean.device)))

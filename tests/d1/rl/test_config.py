@@ -149,20 +149,6 @@ def test_a_run_says_which_settings_of_an_adapter_have_no_effect(tiny_model_dir, 
     ]
 
 
-@pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {}, {"dtype": "bfloat16", "use_peft": True}])
-def test_a_run_that_would_round_its_steps_away_is_warned(tiny_model_dir, tmp_path, caplog, options):
-    """With a rate of 3e-6, eight steps change 1% of the pocket model's weights in bf16, and all of them in fp32."""
-    given = SHAPE | {"output_dir": str(tmp_path), "model_path": str(tiny_model_dir)}
-    args = DiffuGRPOConfig(**given, dataset=str(Path(__file__).with_name("letters_task.py")))
-    _, start = stage(args, ModelConfig(**options), None).prepare()
-    start()
-    said = [record.getMessage() for record in caplog.records if "rounded away" in record.getMessage()]
-    if options == {"dtype": "bfloat16"}:
-        assert said[0].startswith("All weights are trained in bfloat16, where most steps of a learning rate of 3e-06 ")
-    else:
-        assert not said
-
-
 BOUNDS = "bounds that advantages read"
 
 

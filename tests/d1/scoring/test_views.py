@@ -61,6 +61,27 @@ def gradients(model, logps):
     return {name: torch.zeros(1) if p.grad is None else p.grad for name, p in model.named_parameters()}
 
 
+def test_gradients_of_passes_are_summed_in_fp32_in_mixed_precision(model):
+    """As those of views that are scored one by one, each with its own backward pass, whose sum is that of `.grad`. One
+    16-bit copy of the weights for all passes would sum in 16 bits."""
+    views = drawn_views(16)
+    noise, weights = views.noise[1:2], views.weights[1:2] + 0.5
+
+    def score_row(part):
+        with torch.autocast("cpu", torch.bfloat16):
+            given = (PROMPTS[1:2], VISIBLE[1:2], COMPLETIONS[1:2], Views(noise[:, part], weights[:, part]))
+            return score(model, *given, **OPTIONS, views_at_once=1).logps.sum()
+
+    model.zero_grad()
+    score_row(slice(None)).backward()
+    found = {name: weight.grad.clone() for name, weight in model.named_parameters()}
+    model.zero_grad()
+    for view in range(16):
+        score_row(slice(view, view + 1)).backward()
+    for name, weight in model.named_parameters():
+        assert_near(found[name], weight.grad)
+
+
 @pytest.mark.parametrize("views", [one_step_views(NOISES, SCORED, CANVAS), drawn_views(3)], ids=["one", "several"])
 def test_values_and_gradients_in_chunks_are_those_of_the_formula(kind, kind_dirs, monkeypatch, views):
     """Chunks of other sizes: tests/d1/models/test_target_logps.py."""
