@@ -13,7 +13,7 @@ from transformers import TrainingArguments
 from d1.distill.config import CANVAS, DistillConfig
 from d1.distill.methods import METHODS
 from d1.distill.states import Traces
-from d1.distill.traces import TraceSampler, load_prompts, read_traces, sample_once
+from d1.distill.traces import TraceSampler, load_prompts, read_traces, sample_once, trace_files
 from d1.distill.trainer import DistillTrainer
 from d1.models.attention import refuse_causal_context
 from d1.models.folder import ModelFolder
@@ -26,6 +26,8 @@ from d1.sampling import SamplingSettings
 from d1.sampling.settings import BLOCK_LENGTH, default_steps, refuse_scdd
 
 logger = logging.getLogger(__name__)
+
+SAMPLING_SECONDS = 7 * 24 * 3600  # a process may be hours behind another when all have sampled
 
 # The settings that determine the traces, and so the name of their folder: those of this stage alone, and the others.
 SAMPLING = (
@@ -61,7 +63,11 @@ ON_RESUME = on_resume(
 
 def stage(args: DistillConfig) -> Stage:
     training, folder = trainer_arguments(
-        args, save_steps=args.save_steps, adam_beta2=args.adam_beta2, eval_strategy="no"
+        args,
+        save_steps=args.save_steps,
+        adam_beta2=args.adam_beta2,
+        eval_strategy="no",
+        ddp_timeout=SAMPLING_SECONDS,
     )
     args.max_completion_length = args.max_completion_length or folder.gen_length or CANVAS
     if args.diffusion_steps is None:
@@ -132,7 +138,8 @@ def sample_or_read_traces(
         )
     if training.distributed_state is not None:
         training.distributed_state.wait_for_everyone()
-    traces, compute = read_traces(folder, end_ids(sampler.tokenizer))
+    files = trace_files(folder, len(sampler.prompts.ids), args.sampling_batch_size)
+    traces, compute = read_traces(files.values(), end_ids(sampler.tokenizer))
     rows = traces.right.nonzero().squeeze(1)
     if training.should_save:
         left_out = len(traces.right) - len(rows)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -147,9 +147,10 @@ def sample_once(
     """Sample a trace of every prompt into files of `folder`, one per `batch` prompts, shared among processes. Files
     that are there stay, so a killed run continues."""
     folder.mkdir(parents=True, exist_ok=True)
-    firsts = range(0, len(sampler.prompts.ids), batch)[process::processes]
+    files = trace_files(folder, len(sampler.prompts.ids), batch)
+    firsts = list(files)[process::processes]
     for first in tqdm(firsts, desc="Sampling traces", disable=process > 0):
-        path = folder / f"{first:08d}.safetensors"
+        path = files[first]
         if path.exists():
             continue
         numbers = range(len(sampler.prompts.ids))[first : first + batch]
@@ -159,14 +160,25 @@ def sample_once(
         with writing(folder, "the traces", "make room and start the same command again: it keeps the traces there"):
             save_file(columns | {"compute": torch.tensor(compute)}, staging)
         staging.replace(path)
-    give_usual_mode(folder.glob("*.safetensors"))
+    give_usual_mode(files[first] for first in firsts)
 
 
-def read_traces(folder: Path, eos_token_ids: Sequence[int]) -> tuple[Traces, int]:
-    """The traces of all files of `folder`, in the order of the prompts, and the tokens that sampling processed;
-    `eos_token_ids` are the tokens that end a completion."""
+def trace_files(folder: Path, prompts: int, batch: int) -> dict[int, Path]:
+    """The files of the traces of this many prompts, `batch` in each, by the number of their first prompt."""
+    return {first: folder / f"{first:08d}.safetensors" for first in range(0, prompts, batch)}
+
+
+def read_traces(files: Iterable[Path], eos_token_ids: Sequence[int]) -> tuple[Traces, int]:
+    """The traces of these files, in the order of the prompts, and the tokens that sampling processed; `eos_token_ids`
+    are the tokens that end a completion.
+
+    Raises:
+        ValueError: a file is missing or damaged.
+    """
     parts = []
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in files:
+        if not path.exists():
+            raise ValueError(f"{path}: these traces are missing: the same command samples them again")
         with reading(path, "these traces are damaged: delete the file, and the same command samples them again"):
             parts.append(load_file(path))
     columns = {name: torch.cat([part[name] for part in parts]) for name in COLUMNS}

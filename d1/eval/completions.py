@@ -378,8 +378,8 @@ class Journal:
         with self.writing():
             write_atomically(self.results, json.dumps(results, indent=1, ensure_ascii=False))
             write_atomically(self.record, json.dumps(record, indent=1, default=str))
+        self.close()  # NFS keeps a file that is removed while it is open, and its folder
         shutil.rmtree(self.folder)
-        self.close()
 
     def close(self) -> None:
         """Close this process's journal and release the lock, so that another run, also of this process, may continue.
@@ -504,6 +504,8 @@ def complete(
                     if STORE:  # the bar counts the completions of all processes
                         finished = STORE[0].add(f"{journal.setup} done", 1)
                     progress.update(finished - progress.n)
+    if journal.rank != 0:  # the first process reads and removes the files: on NFS, others have to close them before
+        journal.close()
     wait_for_all()
 
 

@@ -77,6 +77,7 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
     source: RolloutSource
     _buffered_inputs: list[Batch] | None
     _pending_metrics: dict[str, list[float]]
+    log_completions: bool
     _pending_extra_logs: dict[str, list[Any]]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -88,6 +89,7 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
         self.rows: list[dict[str, Any]] = []  # the current rollout's rows of the dataset
         self.rollout_fields: dict[str, list[float]] = {}  # of the current rollout, per row, for the rewards
         self.rollout_seconds: list[float] = []  # per training rollout, including its rewards and `after_rollout`
+        self.logged_rollout = -1  # the last training rollout whose completions were logged
         self.evaluated_rows: list[int] = []  # per batch of the current evaluation
 
     # --- What a subclass defines --------------------------------------------------------------------------------------
@@ -397,6 +399,28 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
             for name, values in saved.items():
                 logs[name].clear()
                 logs[name].extend(values)
+
+    @contextlib.contextmanager
+    def logging_completions_once(self, is_summary: bool) -> Iterator[None]:
+        """Around TRL's `log`, which prints the completions of the last rollout and writes a file of them each time:
+        those of a training rollout are logged once, although it has several updates.
+
+        Args:
+            is_summary: the log is that of the whole run, at its end.
+        """
+        logs_completions = self.log_completions
+        if logs_completions:
+            self.make_logs_writable()
+            if is_summary:
+                self.log_completions = False
+            elif self.model.training:
+                rollout = (self.micro_step - 1) // self.micro_steps_per_rollout
+                self.log_completions = rollout != self.logged_rollout
+                self.logged_rollout = rollout
+        try:
+            yield
+        finally:
+            self.log_completions = logs_completions
 
     def make_logs_writable(self) -> None:
         """Replaces halves of characters, which no file can hold, in TRL's logs of completions (`valid_unicode`)."""

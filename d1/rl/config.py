@@ -321,6 +321,9 @@ class DiffuGRPOConfig(GRPOConfig):
     ddp_find_unused_parameters: bool | None = setting(False, "Not needed: every trained weight is part of every loss.")
     logging_nan_inf_filter: bool = setting(False, "Not needed: a loss that is not finite ends the run.")
     disable_dropout: bool = setting(True, "Turn dropout off, so that the first probability ratio of a rollout is 1.")
+    num_completions_to_print: int | None = setting(
+        4, "log_completions: completions of a rollout to print; none: all. The files in completions/ have all."
+    )
     router_aux_loss_coef: Annotated[float | None, AMOUNT | None] = setting(0.0, "Load balancing; only 0 is supported.")
     # None stands for a number that `resolve_batch_sizes` sets.
     per_device_train_batch_size: int = setting(  # type: ignore[assignment]

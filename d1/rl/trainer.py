@@ -679,11 +679,10 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         logs["peak_memory_gb"] = peak_memory_gb()
         logs["compute_tokens"] = self.total_computed_tokens()
-        if self.log_completions:
-            self.make_logs_writable()
         if self.mode == "eval":
             self.average_over_rows()
-        super().log(logs, start_time)
+        with self.logging_completions_once(is_summary="train_loss" in logs):
+            super().log(logs, start_time)
 
     def total_computed_tokens(self) -> int:
         """Tokens processed so far, over all processes: 1 per token of a forward pass and 2 for its backward pass
@@ -717,6 +716,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
             "processes": self.accelerator.num_processes,
             "compute": int(self.computed_tokens),
             "sampled": self.num_sampled_batches,
+            "logged": self.logged_rollout,
         }
         counters_file.write_text(json.dumps(counters, default=list))
 
@@ -751,6 +751,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         self.set_loss_sums(counters["losses"])
         self.computed_tokens = counters["compute"]
         self.num_sampled_batches = counters.get("sampled", 0)
+        self.logged_rollout = counters.get("logged", -1)
         self.restore_trl(batches, counters)
 
         # The reference and the rollout source.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from d1.masking import keyed_generator
 from d1.models import messages, tokenizer
 from d1.rows import lines_of
 from d1.runs.cli import ListedError
+from d1.runs.cpus import available_cpus
 from d1.tasks import DATA_FILES
 from d1.tasks.data import read_file
 
@@ -99,7 +99,7 @@ def tokenize_rows(
         constants: texts of other modules that determine it.
         cached: take what an earlier run made of the same rows and options; False if anything else has an influence.
     """
-    processes = min(num_proc or os.cpu_count() or 1, len(data) // ROWS_PER_PROCESS)
+    processes = min(num_proc or available_cpus(), len(data) // ROWS_PER_PROCESS)
     # `datasets` caches by the name of an imported function; the modules' texts make an edited one run again, and so do
     # other versions of the libraries that write and tokenise a conversation.
     sources = [inspect.getsource(module) for module in (source, messages, tokenizer, *also)]

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from d1.ranges import COUNT, POSITIVE, Range, check_ranges, ranges_of
+from d1.runs.cpus import available_cpus
 from d1.sandbox.inside import READY, pack
 
 T = TypeVar("T")
@@ -35,7 +36,8 @@ NOBODY = 65534
 AS_NOBODY = ("setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", "--")
 SYSTEM = ("/bin", "/lib", "/lib32", "/lib64", "/sbin")  # next to /usr: links into it, or folders on older systems
 NAMESPACES = ("user", "pid", "net", "ipc", "uts")
-WORKERS = os.cpu_count() or 1  # programs judged at a time
+CPUS = available_cpus()
+WORKERS = max(1, CPUS // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))  # programs that a process judges at a time
 START_SECONDS = 30.0  # by the clock, until both interpreters run
 PAUSES = (0.1, 0.4, 1.6, 6.4)  # seconds before a further try, if a sandbox did not start
 PERMANENT_ERRORS = (  # parts of messages: a further try would end in the same error
@@ -402,7 +404,7 @@ def kill_sandbox(process: subprocess.Popen[bytes]) -> None:
 
 def seconds_now(limits: Limits) -> float:
     """`limits.seconds` times the load per core, from 1 to 10: a correct program may have to wait for a core."""
-    return limits.seconds * min(max(os.getloadavg()[0] / WORKERS, 1.0), 10.0)
+    return limits.seconds * min(max(os.getloadavg()[0] / CPUS, 1.0), 10.0)
 
 
 @functools.cache

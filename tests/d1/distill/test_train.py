@@ -137,7 +137,10 @@ def test_traces_are_sampled_once(flags: list[str], tiny_block_dir: Path, tmp_pat
     assert [file.stat().st_mtime_ns for file in files][::2] == stamps
     files[0].write_bytes(before[0][:99])
     with pytest.raises(ValueError, match=rf"^{files[0]}: these traces are damaged: delete the file, and the same comm"):
-        read_traces(again, [2])
+        read_traces(files, [2])
+    files[1].unlink()
+    with pytest.raises(ValueError, match=rf"^{files[1]}: these traces are missing"):  # later rows would move up
+        read_traces(files[1:], [2])
 
 
 def test_a_trace_is_judged_up_to_its_first_end_as_an_evaluation_reads_it(tiny_model_dir: Path) -> None:

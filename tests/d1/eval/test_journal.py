@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -134,3 +136,27 @@ def test_results_without_a_record_are_not_replaced_but_on_demand(tmp_path):
     file.write_text('{"generations": []}')
     journal.close()
     assert Journal(tmp_path, "s", 0).prepare({"seed": 0}, overwrite=False)
+
+
+def test_no_file_is_open_when_the_journal_is_removed(tmp_path, monkeypatch):
+    """NFS keeps files that are removed while they are open, and refuses to remove their folder."""
+    journal = Journal(tmp_path, "s", 0)
+    journal.prepare({"seed": 0}, overwrite=False)
+    journal.append(completion(0))
+
+    def links() -> list[str]:
+        files = [os.path.realpath(link) for link in Path("/proc/self/fd").iterdir()]
+        return [file for file in files if file.startswith(str(journal.folder))]
+
+    assert links()
+    open_files = []
+    rmtree = shutil.rmtree
+
+    def remove(folder: Path) -> None:
+        open_files.extend(links())
+        rmtree(folder)
+
+    monkeypatch.setattr(shutil, "rmtree", remove)
+    journal.finish({}, {})
+    assert open_files == []
+    assert not journal.folder.exists()

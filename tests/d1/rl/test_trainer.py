@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import trl.trainer.grpo_trainer as trl_grpo
 from peft import LoraConfig
 from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import AddedToken
@@ -263,6 +264,23 @@ def test_a_run_resumed_in_mid_cycle_equals_an_unbroken_one(tiny_model_dir, tmp_p
     assert_same(whole, resumed)
     for table in (tmp_path / "resumed" / "completions").glob("*.parquet"):
         assert table.read_bytes() == (tmp_path / "whole" / "completions" / table.name).read_bytes()
+
+
+def test_the_completions_of_a_rollout_are_logged_once(tiny_model_dir, tmp_path, monkeypatch):
+    """Two rollouts with three updates each, and an evaluation after the third update."""
+    printed = []
+    monkeypatch.setattr(trl_grpo, "print_prompt_completions_sample", lambda *given, **_: printed.append(given[4:6]))
+    options = {"log_completions": True, "num_iterations": 3, "logging_steps": 1, "max_steps": 6}
+    trainer = make_trainer(tiny_model_dir, tmp_path, eval_strategy="steps", eval_steps=3, **options)
+    trainer.train()
+    assert printed == [(1, 4), (3, 4), (4, 4), (6, 4)]  # the step, and at most how many are printed
+    assert sorted(path.name[-13:-8] for path in (tmp_path / "completions").iterdir()) == [
+        "00001",
+        "00003",
+        "00004",
+        "00006",
+    ]
+    assert len([log for log in trainer.state.log_history if "loss" in log]) == 6  # numbers are logged each time
 
 
 def test_two_evaluations_see_the_same_random_numbers(tiny_model_dir, tmp_path):

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from d1.commands import sandbox
-from d1.sandbox import WORKERS, Cases, Limits, SandboxError, box, passed, shares_passed, working_python
+from d1.sandbox import Cases, Limits, SandboxError, box, passed, shares_passed, working_python
 from d1.sandbox.box import seconds_now
 from d1.sandbox.inside import pack, unpack
 from tests import forks
@@ -521,5 +521,5 @@ def test_limits_have_ranges(name: str, value: float) -> None:
 
 @pytest.mark.parametrize(("load", "seconds"), [(0.5, 2), (1.5, 3), (40, 20)])
 def test_a_loaded_machine_allows_more_seconds(load: float, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "getloadavg", lambda: (load * WORKERS, 0, 0))
+    monkeypatch.setattr(os, "getloadavg", lambda: (load * box.CPUS, 0, 0))
     assert seconds_now(Limits(seconds=2)) == seconds
