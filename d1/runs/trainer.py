@@ -82,7 +82,7 @@ def disable_dropout(model: Any) -> None:
     probability is an attribute of Transformers' attention layers."""
     disable_dropout_in_model(model)
     for module in model.modules():
-        if hasattr(module, "attention_dropout"):
+        if isinstance(getattr(module, "attention_dropout", None), float):  # it may also be a module, which is off now
             module.attention_dropout = 0.0
 
 
@@ -93,18 +93,18 @@ class RunTrainer(TrainerHooks):
     - `train_loss` is the mean over all steps of the run, also after a resume.
     - `save_model` refuses weights that are not finite (FloatingPointError); so does a log with such a gradient.
     - In mixed precision, the inputs of LoRA layers are not cast (`skip_input_casts`).
-    - Steps of the optimizer are not rounded away without a word (`check_precision`).
+    - Steps of the optimizer are not rounded away without a word (`set_trained_precision`).
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         check_arguments(kwargs.get("args"))
         super().__init__(*args, **kwargs)
         skip_input_casts(self.model)
-        self.check_precision()
+        self.set_trained_precision()
         self.add_callback(LoadExtra(self))
         self.resumed_step: int | None = None  # until the first checkpoint after a resume, the step it continues from
 
-    def check_precision(self) -> None:
+    def set_trained_precision(self) -> None:
         """Cast trained weights of 16 bits to fp32 if they belong to an adapter and passes are in mixed precision, and
         warn of others: in 16 bits, most steps of a small learning rate are rounded away.
 
