@@ -11,6 +11,7 @@ import os
 import platform
 import re
 import shutil
+import unicodedata
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -99,6 +100,21 @@ def valid_unicode_in(value: Any) -> Any:
     if isinstance(value, dict):
         return {valid_unicode_in(key): valid_unicode_in(part) for key, part in value.items()}
     return value
+
+
+def harmless(text: str, allowed: str = "\n\t") -> str:
+    """A model's text, made safe for a terminal and for XML. Characters that move the cursor or change the direction of
+    writing, lone surrogates, U+FFFE and U+FFFF are shown by their number, such as "⟨1B⟩" for the escape of ANSI codes,
+    unless they are `allowed`.
+    """
+    shown = []
+    for character in text:
+        kind = unicodedata.category(character)
+        changes_direction = kind == "Cf" and unicodedata.bidirectional(character) != "BN"
+        is_control = kind in ("Cc", "Cs", "Zl", "Zp") or changes_direction
+        is_forbidden = is_control or character in "\ufffe\uffff"  # no XML file can hold the last two
+        shown.append(f"⟨{ord(character):X}⟩" if is_forbidden and character not in allowed else character)
+    return "".join(shown)
 
 
 def write_atomically(path: Path, text: str) -> None:

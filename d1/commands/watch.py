@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from d1.commands.model import CompletionFlags, model_of, resolve_canvas, tokenizer_of
-from d1.files import valid_unicode
+from d1.files import harmless, valid_unicode
 from d1.ranges import AMOUNT, NATURAL, setting
 from d1.runs.cli import SettingsParser
 from d1.runs.turns import TurnFlags, check_turn_flags
 from d1.sampling.settings import ModelFlags, sampling_settings
-from d1.show.film import Film, Judge, filmed, harmless, judge_of, labels_of, piece, without_folders
+from d1.show.film import Film, Judge, filmed, judge_of, labels_of, piece, without_folders
 from d1.tasks import SPLITS, TASKS, load_task
 
 if TYPE_CHECKING:

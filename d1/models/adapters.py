@@ -137,10 +137,14 @@ def location_of(path: str) -> str:
     return str(Path(path).resolve()) if Path(path).is_dir() else path
 
 
-def peft_config(folder: str) -> PeftConfig:
-    """The `adapter_config.json` of a folder or hub name; ValueError if PEFT cannot read it."""
+def peft_config(folder: str) -> LoraConfig:
+    """The `adapter_config.json` of a folder or hub name; ValueError if PEFT cannot read it, or if it is no LoRA: other
+    kinds may name further repositories, and PEFT would offer to run their code."""
     with reading(folder, "PEFT cannot read its adapter_config.json"):
-        return PeftConfig.from_pretrained(folder)
+        config = PeftConfig.from_pretrained(folder)
+    if not isinstance(config, LoraConfig):
+        raise ValueError(f"adapter {folder} is of the kind {config.peft_type}: only LoRA is supported")
+    return config
 
 
 def add_adapter(model: PreTrainedModel, folder: str) -> PeftModel:
@@ -159,7 +163,7 @@ def add_adapter(model: PreTrainedModel, folder: str) -> PeftModel:
         joined = joined_parts(folder)
     native = native_weights(weights, model.config, joined)
     if native.keys() != weights.keys():
-        if not isinstance(config, LoraConfig) or (not joined and (config.rank_pattern or config.alpha_pattern)):
+        if not joined and (config.rank_pattern or config.alpha_pattern):
             raise ValueError(
                 f"adapter {folder}: with names of a released format, only plain LoRA (one rank, one alpha) is supported"
             )

@@ -331,10 +331,7 @@ def default_gen_length(path: str, config: Any) -> int | None:
 def native_fields(kind: Kind, raw: dict[str, Any]) -> dict[str, Any]:
     """The fields of the Transformers config for a released `config.json` of this kind."""
     learnt = learnt_fields(raw)
-    model_fields = {}
-    for name, value in raw.items():
-        if name not in KERNEL_FIELDS and name not in learnt:
-            model_fields[name] = value
+    model_fields = {name: value for name, value in without_kernels(raw).items() if name not in learnt}
     fields = kind.fields(model_fields)
     if kind.becomes:
         fields = {name: value for name, value in fields.items() if name not in FILE_FIELDS}
@@ -352,6 +349,15 @@ def native_fields(kind: Kind, raw: dict[str, Any]) -> dict[str, Any]:
     if kind.release_config is as_released:
         fields["released"] = raw
     fields.update(learnt)
+    return fields
+
+
+def without_kernels(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """A config's fields, and those of the configs in it, without `KERNEL_FIELDS`."""
+    fields = {}
+    for name, value in raw.items():
+        if name not in KERNEL_FIELDS:
+            fields[name] = without_kernels(value) if isinstance(value, Mapping) else value
     return fields
 
 

@@ -123,7 +123,8 @@ class DiffuGRPOConfig(GRPOConfig):
     eval_limit: OptionalCount = setting(None, "Use only the first N validation problems.")
     resume_from_checkpoint: str | None = setting(
         None,
-        "Continue from the last complete checkpoint (alone, or 'true'), or from the one in this folder.",
+        "Continue from the last complete checkpoint (alone, or 'true'), or from the one in this folder (with "
+        "DeepSpeed, one of your own: it unpickles its files).",
         aliases=["--resume"],
         nargs="?",
         const="true",

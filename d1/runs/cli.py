@@ -416,7 +416,10 @@ class TrainingSettings:
     max_grad_norm: Annotated[float, AMOUNT] = setting(1.0)
     logging_steps: Annotated[int, COUNT] = setting(10)
     resume: str | None = setting(
-        None, "continue from the last complete checkpoint, if there is one, or from the one named", **RESUME
+        None,
+        "continue from the last complete checkpoint, if there is one, or from the one named (with DeepSpeed, one of "
+        "your own: it unpickles its files)",
+        **RESUME,
     )
 
     def __post_init__(self) -> None:

@@ -21,7 +21,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainerState
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
-from d1.files import write_atomically
+from d1.files import harmless, write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ def show_row(ids: Sequence[int], trained: Sequence[bool], tokenizer: Any, max_ch
             text = f"{text[:half]} [...] {text[-half:]}"
         if is_trained:
             text = f"[[{text}]]"
-        parts.append(text)
+        parts.append(harmless(text))
     counts = f"{len(ids)} tokens, of which the {sum(trained)} between [[ and ]] are trained on"
     logger.info("The first row, %s:\n%s", counts, "".join(parts))
 

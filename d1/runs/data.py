@@ -17,12 +17,12 @@ from datasets import Dataset, DatasetDict, Features, load_dataset, load_from_dis
 from datasets.fingerprint import Hasher
 from torch.utils.data import Sampler
 
+from d1.cpus import available_cpus
 from d1.hub import closest, is_path, no_hub, use_cache
 from d1.masking import keyed_generator
 from d1.models import messages, tokenizer
 from d1.rows import lines_of
 from d1.runs.cli import ListedError
-from d1.runs.cpus import available_cpus
 from d1.tasks import DATA_FILES
 from d1.tasks.data import read_file
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 import time
-import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from d1.files import harmless
 
 if TYPE_CHECKING:
     from d1.sampling import Step
@@ -211,21 +212,6 @@ def piece(tokenizer: Any, token: int) -> str:
     single = tokenizer.decode([token], clean_up_tokenization_spaces=False)
     double = tokenizer.decode([token, token], clean_up_tokenization_spaces=False)
     return str(double[len(single) :])
-
-
-def harmless(text: str, allowed: str = "\n\t") -> str:
-    """A model's text, made safe for a terminal and for XML. Characters that move the cursor or change the direction of
-    writing, lone surrogates, U+FFFE and U+FFFF are shown by their number, such as "⟨1B⟩" for the escape of ANSI codes,
-    unless they are `allowed`.
-    """
-    shown = []
-    for character in text:
-        kind = unicodedata.category(character)
-        changes_direction = kind == "Cf" and unicodedata.bidirectional(character) != "BN"
-        is_control = kind in ("Cc", "Cs", "Zl", "Zp") or changes_direction
-        is_forbidden = is_control or character in "\ufffe\uffff"  # no XML file can hold the last two
-        shown.append(f"⟨{ord(character):X}⟩" if is_forbidden and character not in allowed else character)
-    return "".join(shown)
 
 
 def visible(text: str) -> str:

@@ -12,7 +12,8 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.text import Text
 
-from d1.show.film import HIDDEN, MASK, Film, chip, colour, harmless, verdict, visible
+from d1.files import harmless
+from d1.show.film import HIDDEN, MASK, Film, chip, colour, verdict, visible
 
 
 def play(films: Iterable[Film], console: Console, total: int, pause: float = 0.0) -> Film:

@@ -223,11 +223,13 @@ _NO_UNIT = re.compile(
 )
 DEGREES = re.compile(r"\^\s*\{?\s*\\circ\s*\}?|\\degree(?![A-Za-z])|°")
 _IN_DEGREES = re.compile(rf"([0-9]+(?:\.[0-9]+)?)\s*(?:{DEGREES.pattern})")
-# An expression of sines and numbers alone, without inverse functions
+# An expression of sines and numbers alone, without inverse functions. Each part is atomic: else n degree signs could be
+# read in 2^n ways.
 _SINE = r"\\?(?:sin|cos|tan|cot|sec|csc)(?!\s*\^\s*\{?\s*-)"
 _OF_SINES = re.compile(
-    rf"(?=.*{_SINE})(?:{_SINE}|\\(?:[dt]?frac|cdot|times|left|right|sqrt|pi|[,;! ])|{DEGREES.pattern}|[^A-Za-z\\=,])*"
+    rf"(?=.*{_SINE})(?>{_SINE}|\\(?:[dt]?frac|cdot|times|left|right|sqrt|pi|[,;! ])|{DEGREES.pattern}|[^A-Za-z\\=,])*"
 )
+_BLANKS = re.compile(r"\s{2,}")
 _PERCENT = re.compile(rf"\s*(?:\\?%|(?:{TEXT}\{{)?\s*per\s?cent(?:age)?\s*\}}?)\s*$", re.IGNORECASE)
 _SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _SCALE = re.compile(rf"(-?[0-9][0-9.,]*)\s*(?:{TEXT}\{{)?\s*({'|'.join(_SCALES)})\s*\}}?(?![A-Za-z])", re.IGNORECASE)
@@ -334,6 +336,7 @@ def normalize(latex: str) -> str:
 def read_answer(latex: str) -> Answer:
     """The answer that a text is; the text may have markup, an introduction and punctuation around it."""
     text = unwrap(_latex_of_signs(plain_characters(latex)))
+    text = _BLANKS.sub(" ", text)  # the patterns below take cubic time of a run of blanks
     text = _GROUPS.sub("", _LAYOUT.sub("", text))
     text = _LATEX_SPACE.sub(" ", text).strip()
     text = _SCALE.sub(_scale_number, text, count=1)

@@ -199,10 +199,11 @@ def test_grpo_of_the_autoregressive_model_has_the_defaults_of_the_rl_of_d1(tmp_p
     (args,) = made.value.args
     ours, theirs = ({f.name: f.default for f in fields(config)} for config in (DiffuGRPOConfig, trl.GRPOConfig))
     different = {name for name, value in theirs.items() if ours[name] != value}
-    # Of the protocol or the machine; and of other numbers of processes and of mixtures
+    # Of the protocol or the machine; of other numbers of processes and of mixtures; and what is printed
     different -= {"learning_rate", "warmup_steps", "num_iterations", "num_generations", "max_completion_length"}
     different -= {"per_device_train_batch_size", "per_device_eval_batch_size"}
     different -= {"logging_nan_inf_filter", "ddp_find_unused_parameters", "router_aux_loss_coef"}
+    different -= {"num_completions_to_print"}
     assert {"beta", "use_bias_correction_kl", "loss_type"} <= different
     assert {name: getattr(args, name) for name in different} == {name: ours[name] for name in different}
 

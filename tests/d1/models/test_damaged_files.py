@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from d1.files import check_index
 from d1.models import load_model, load_tokenizer
-from d1.models.adapters import adapter_chain
+from d1.models.adapters import adapter_chain, peft_config
 from d1.runs.cli import MISTAKES
 
 DAMAGE: dict[str, Any] = {
@@ -96,6 +96,20 @@ def test_an_adapter_that_peft_cannot_read_is_named(adapter, tmp_path, changed, m
     config = json.loads((adapter / "adapter_config.json").read_text()) | changed
     with pytest.raises(ValueError, match=message):
         load_model(copy_of(adapter, tmp_path / "copy", "adapter_config.json", json.dumps(config).encode()))
+
+
+@pytest.mark.parametrize("kind", ["PROMPT_TUNING", "IA3"])
+def test_an_adapter_of_another_kind_than_lora_is_refused_before_a_repository_that_it_names_is_read(
+    adapter, tmp_path, monkeypatch, kind
+):
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", None)  # PEFT would ask to run its code
+    config = {"peft_type": kind, "base_model_name_or_path": "base", "task_type": "CAUSAL_LM"}
+    if kind == "PROMPT_TUNING":
+        config |= {"prompt_tuning_init": "TEXT", "prompt_tuning_init_text": "a", "num_virtual_tokens": 1}
+        config |= {"tokenizer_name_or_path": "someone/else"}
+    folder = copy_of(adapter, tmp_path / "copy", "adapter_config.json", json.dumps(config).encode())
+    with pytest.raises(ValueError, match=rf"adapter {folder} is of the kind .*{kind}.*: only LoRA is supported"):
+        peft_config(str(folder))
 
 
 INDEX = "model.safetensors.index.json"

@@ -46,6 +46,8 @@ def test_a_row_is_shown_with_what_is_trained_on(caplog: pytest.LogCaptureFixture
     assert caplog.messages == [
         "The first row, 6 tokens, of which the 3 between [[ and ]] are trained on:\n<bos>a[[bc]]<bos>[[d]]"
     ]
+    show_row([ord("\x1b") - 96], [False], Letters())
+    assert caplog.messages[-1].endswith(":\n⟨1B⟩")  # a terminal would obey what follows an escape
     show_row([1] * 10 + [2] * 10 + [3] * 10, [False] * 30, Letters(), max_characters=12)
     assert caplog.messages[-1].endswith(":\naaaaaa [...] cccccc")
 

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import resource
 import socket
 import tempfile
 import time
@@ -255,6 +256,41 @@ def namespaces():
     tests = cases("raises() == 'none'", "namespaces() == -1", "f() == (1, [1, 1])", names=("f", "raises", "namespaces"))
     assert {0, 1} <= passed(program, tests, LIMITS)  # with its first process a sandbox may end
     assert not passed("import os\nos.kill(-1, 9)\n" + RIGHT, SQUARES, LIMITS)
+
+
+def test_no_key_of_the_kernel_can_be_read_or_left() -> None:
+    """A keyring may hold the tickets of the user's login, and outlives a sandbox."""
+    program = """
+import ctypes, errno, os
+libc = ctypes.CDLL(None, use_errno=True)
+CALLS = {"x86_64": (248, 249, 250), "aarch64": (217, 218, 219)}[os.uname().machine]
+def f():
+    add, request, control = CALLS
+    found = []
+    for call in ((add, b"user", b"d1", b"text", 4, -3), (request, b"user", b"d1", None, 0), (control, 0, -3, 0)):
+        found.append((libc.syscall(*call), ctypes.get_errno() == errno.EPERM))
+    return found
+"""
+    facts(program, "f() == [(-1, True)] * 3")
+
+
+@pytest.mark.parametrize("text", ["x 1 99 ", "0 " * 10])
+def test_what_a_test_writes_for_its_verdict_is_limited(text: str) -> None:
+    """A data file's test may write to all descriptors; the caller reads no more than the numbers of cases."""
+    flood = f"""
+with __case__(0):
+    import os
+    while True:
+        for descriptor in range(3, 20):
+            try:
+                os.write(descriptor, {text.encode()!r} * 1000)
+            except OSError:
+                pass
+"""
+    tests = Cases(source=flood, names=("f",), count=1)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert passed("def f(): pass", tests, Limits(seconds=1.0)) <= {0}
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 64 << 10  # KiB
 
 
 def test_no_memory_is_held_outside_of_processes_and_no_socket_reaches_the_host() -> None:

@@ -12,9 +12,10 @@ from rich.console import Console
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
+from d1.files import harmless
 from d1.models import load_model, load_tokenizer
 from d1.sampling import SamplingSettings, rollout, rollout_steps
-from d1.show.film import FILLED, HIDDEN, Film, chip, colour, filmed, harmless, piece, visible
+from d1.show.film import FILLED, HIDDEN, Film, chip, colour, filmed, piece, visible
 from d1.show.page import film_data, film_page, film_svg
 from d1.show.terminal import picture, play
 from tests.d1.diffusion_gemma import CANVAS, needs_class, write_tiny

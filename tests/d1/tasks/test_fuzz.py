@@ -69,6 +69,20 @@ def test_any_text(names, texts, examples, milliseconds):
     any_text()
 
 
+REPEATED = ["9", "{", "(", "1 ", "$ ", " ", "°", r"^{\circ}", r"\sin ", r"\sin 30^{\circ}", r"\frac", "a and ", ","]
+
+
+@pytest.mark.parametrize("piece", REPEATED)
+def test_an_answer_of_500_characters_is_read_in_a_tenth_of_a_second(piece):
+    """Beginnings and ends decide whether a pattern matches, so that it has to try every way to read what is between."""
+    start = time.process_time()
+    for before in ("", "1", r"\sin 30", r"\text{"):
+        for after in ("", "x", r"\%"):
+            text = before + piece * ((maths.MAX_ANSWER - 10) // len(piece)) + after
+            maths.equivalent(text, "1")
+    assert time.process_time() - start < 1.2  # of 12 texts
+
+
 @pytest.mark.parametrize("name", JUDGED)
 @pytest.mark.parametrize(
     "piece", ["9", "{", "(", "1 ", "$ ", "\t", r"\(", r"\boxed{", "<answer>", "</reasoning><answer>"]

@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from d1.runs.cpus import available_cpus
+from d1.cpus import available_cpus
 
-PROGRAM = "import os; os.sched_setaffinity(0, {cpus}); from d1.sandbox import WORKERS; from d1.runs.cpus import "
+PROGRAM = "import os; os.sched_setaffinity(0, {cpus}); from d1.sandbox import WORKERS; from d1.cpus import "
 PROGRAM += "available_cpus; print(available_cpus(), WORKERS)"
 
 
