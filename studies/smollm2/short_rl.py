@@ -25,7 +25,7 @@ from studies.smollm2.short_sft import seconds_of, stage_flags, train_stage, with
 from studies.smollm2.steps import TASK, Arm, Study, bits_per_byte, judge, losses_of
 
 DATA = short_sft.DATA.with_name("short_rl.jsonl")
-RECIPE = Path(__file__).parents[2] / "recipes" / "smollm2-135m-rl.yaml"
+RECIPE = short_sft.ROOT / "recipes" / "smollm2-135m-rl.yaml"
 START = "shift"  # the arm of the short SFT that both arms continue
 RATE = 3e-5
 ROLLOUTS = 40

@@ -33,6 +33,7 @@ from studies.smollm2.steps import (
     write_rows,
 )
 
+ROOT = Path(__file__).parents[2]
 DATA = Path(__file__).parent / "data" / "short_sft.jsonl"
 STEPS = 128  # of 32 rows
 LEFT_TO_RIGHT = ("--masked_weight", "0", "--causal_weight", "1")
@@ -84,8 +85,8 @@ def train_stage(words: list[str]) -> None:
 
 
 def without_folder(study: Study, words: list[str]) -> list[str]:
-    """Flags as the lines of results have them."""
-    return [word.replace(str(study.folder), "OUTPUT_DIR") for word in words]
+    """Flags as the lines of results have them, without folders of this machine."""
+    return [word.replace(str(study.folder), "OUTPUT_DIR").removeprefix(f"{ROOT}/") for word in words]
 
 
 def seconds_of(run: Path) -> float:

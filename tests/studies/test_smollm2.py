@@ -590,6 +590,7 @@ def test_rl_and_more_sft_start_from_the_short_sft(tmp_path):
     start = study.path("short-shift-0")
     rl = short_rl.train_and_judge(study, "rl")
     assert rl["settings"][rl["settings"].index("--model_path") + 1] == f"OUTPUT_DIR/{start.name}"
+    assert rl["settings"][1] == "recipes/smollm2-135m-rl.yaml"  # no folder of this machine
     assert len(rl["right"]) == len(rl["ratio_max"]) == 2  # rollouts
     assert len(rl["validation"]["right"]) == 2
     assert json.loads(study.path("short-rl/trainer_state.json").read_text())["global_step"] == 4
