@@ -13,7 +13,7 @@ from transformers import TrainingArguments
 from d1.distill.config import CANVAS, DistillConfig
 from d1.distill.methods import METHODS
 from d1.distill.states import Traces
-from d1.distill.traces import TraceSampler, load_prompts, read_traces, sample_once, trace_files
+from d1.distill.traces import TraceSampler, load_prompts, read_traces, sample_once
 from d1.distill.trainer import DistillTrainer
 from d1.models.attention import refuse_causal_context
 from d1.models.folder import ModelFolder
@@ -127,7 +127,7 @@ def sample_or_read_traces(
 
     model.to(training.device)
     with gathered_weights(model):
-        sample_once(
+        files = sample_once(
             sampler,
             model,
             folder,
@@ -138,8 +138,7 @@ def sample_or_read_traces(
         )
     if training.distributed_state is not None:
         training.distributed_state.wait_for_everyone()
-    files = trace_files(folder, len(sampler.prompts.ids), args.sampling_batch_size)
-    traces, compute = read_traces(files.values(), end_ids(sampler.tokenizer))
+    traces, compute = read_traces(files, end_ids(sampler.tokenizer))
     rows = traces.right.nonzero().squeeze(1)
     if training.should_save:
         left_out = len(traces.right) - len(rows)

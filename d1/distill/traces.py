@@ -143,11 +143,11 @@ class TraceSampler:
 
 def sample_once(
     sampler: TraceSampler, model: Any, folder: Path, seed: int, batch: int, process: int, processes: int
-) -> None:
+) -> list[Path]:
     """Sample a trace of every prompt into files of `folder`, one per `batch` prompts, shared among processes. Files
-    that are there stay, so a killed run continues."""
+    that are there stay, so a killed run continues. Return the files of all processes, in the order of the prompts."""
     folder.mkdir(parents=True, exist_ok=True)
-    files = trace_files(folder, len(sampler.prompts.ids), batch)
+    files = {first: folder / f"{first:08d}.safetensors" for first in range(0, len(sampler.prompts.ids), batch)}
     firsts = list(files)[process::processes]
     for first in tqdm(firsts, desc="Sampling traces", disable=process > 0):
         path = files[first]
@@ -161,11 +161,7 @@ def sample_once(
             save_file(columns | {"compute": torch.tensor(compute)}, staging)
         staging.replace(path)
     give_usual_mode(files[first] for first in firsts)
-
-
-def trace_files(folder: Path, prompts: int, batch: int) -> dict[int, Path]:
-    """The files of the traces of this many prompts, `batch` in each, by the number of their first prompt."""
-    return {first: folder / f"{first:08d}.safetensors" for first in range(0, prompts, batch)}
+    return [*files.values()]
 
 
 def read_traces(files: Iterable[Path], eos_token_ids: Sequence[int]) -> tuple[Traces, int]:

@@ -282,9 +282,9 @@ def export_adapter(source: str, out: Path, kind: str) -> None:
         ValueError: It is no plain LoRA, it is on the stacks of experts, which have no released name, or the format is
             not one of its model.
     """
-    config: Any = peft_config(source)
+    config = peft_config(source)
     weights = load_peft_weights(source, device="cpu")
-    is_plain = isinstance(config, LoraConfig) and not (config.rank_pattern or config.alpha_pattern)
+    is_plain = not (config.rank_pattern or config.alpha_pattern)
     endings = (".lora_A.weight", ".lora_B.weight")  # not DoRA's, nor whole modules that were trained
     if not is_plain or any(".experts." in name or not name.endswith(endings) for name in weights):
         raise ValueError(f"adapter {source}: only plain LoRA (one rank, one alpha, no experts) has released names")

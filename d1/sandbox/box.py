@@ -273,22 +273,37 @@ def start_sides(python: str, program: str, tests: Cases, limits: Limits) -> froz
         files.close()
 
         # The tests' side says that both run, then writes the numbers of the cases that passed.
-        assert judge.stdout is not None
-        if not wait([judge.stdout.fileno()], START_SECONDS):
-            raise OSError(last_line((judge_errors, program_errors), f"no interpreter ran after {START_SECONDS:g} s"))
-        if judge.stdout.readline() != READY:
-            raise OSError(last_line((judge_errors, program_errors), NO_MESSAGE))
-        pipe = judge.stdout.fileno()
+        pipe = wait_for_start(judge, (judge_errors, program_errors))
         most = MAX_VERDICT * (tests.count + 1)  # a test of a data file may write anything
-        output = b""
-        deadline = time.monotonic() + seconds_now(limits)
-        while len(output) <= most and wait([pipe], max(0.0, deadline - time.monotonic())):
-            part = os.read(pipe, 1 << 16)
-            if not part:
-                break
-            output += part
+        output, _ = read_output(pipe, most, time.monotonic() + seconds_now(limits))
     numbers = [int(word) for word in output[:most].split() if word.isdigit()]
     return frozenset(number for number in numbers if number < tests.count)
+
+
+def wait_for_start(process: subprocess.Popen[bytes], errors: Sequence[int]) -> int:
+    """The descriptor of a process's output, once it has said that its interpreter runs. Raises OSError if it does not,
+    with the last line of the files `errors`."""
+    assert process.stdout is not None
+    pipe = process.stdout.fileno()
+    if not wait([pipe], START_SECONDS):
+        raise OSError(last_line(errors, f"no interpreter ran after {START_SECONDS:g} s"))
+    if process.stdout.readline() != READY:
+        raise OSError(last_line(errors, NO_MESSAGE))
+    return pipe
+
+
+def read_output(pipe: int, most: int, deadline: float) -> tuple[bytes, bool]:
+    """What comes from a pipe up to its end, more than `most` bytes, or a `deadline` by `time.monotonic`; and whether
+    the deadline ended it."""
+    output = b""
+    while len(output) <= most:
+        if not wait([pipe], max(0.0, deadline - time.monotonic())):
+            return output, True
+        part = os.read(pipe, 1 << 16)
+        if not part:
+            break
+        output += part
+    return output, False
 
 
 def launch(
@@ -361,27 +376,12 @@ def start_alone(python: str, program: str, max_length: int, limits: Limits) -> s
         )
 
         # Read what the program prints, up to its end or a limit.
-        assert process.stdout is not None
-        pipe = process.stdout.fileno()
-        output = b""
-        is_running = False
-        deadline = time.monotonic() + START_SECONDS
-        while len(output) <= 4 * max_length:  # a character has at most four bytes
-            if not wait([pipe], max(0.0, deadline - time.monotonic())):
-                if not is_running:
-                    raise OSError(f"no interpreter ran after {START_SECONDS:g} s")
-                text = output.decode(errors="replace")[:max_length]
-                return f"{text}\nTimeoutError: more than {limits.seconds:g} seconds"
-            part = os.read(pipe, 1 << 16)
-            if not part:
-                break
-            output += part
-            if not is_running and output.startswith(READY):
-                is_running = True
-                output = output[len(READY) :]
-                deadline = time.monotonic() + seconds_now(limits)
-        if not is_running:
-            raise OSError(last_line([errors], NO_MESSAGE))
+        pipe = wait_for_start(process, [errors])
+        deadline = time.monotonic() + seconds_now(limits)
+        output, is_late = read_output(pipe, 4 * max_length, deadline)  # a character has at most four bytes
+        if is_late:
+            text = output.decode(errors="replace")[:max_length]
+            return f"{text}\nTimeoutError: more than {limits.seconds:g} seconds"
         text = output.decode(errors="replace")[:max_length].strip()
         if len(output) > 4 * max_length:
             return text

@@ -10,10 +10,9 @@ from __future__ import annotations
 import argparse
 import logging
 from pathlib import Path
+from typing import Any
 
 from d1.runs.cli import OneLineParser, run_script
-from d1.runs.record import run_record
-from studies.json_lines import append_line
 from studies.smollm2 import short_sft
 from studies.smollm2.steps import Arm, Study, judge
 
@@ -21,19 +20,16 @@ DATA = short_sft.DATA.with_name("sampler_blocks.jsonl")
 MODELS = {"shift": "short-shift-0", "ar_first": "short-ar_first-1"}  # arm -> its last stage
 BLOCKS = (1, 2, 4)  # tokens; the models were trained, and judged before, with blocks of 8
 
-logger = logging.getLogger(__name__)
-
 
 def judge_with_blocks(study: Study) -> None:
     """Judge each model with each block length on the validation problems."""
-    for block in BLOCKS:
-        for arm, folder in MODELS.items():
-            name = f"{arm}-{block}"
-            if name in study.lines():
-                continue
-            logger.info("%s starts", name)
-            found = judge(study, study.path(folder), Arm(convert=None, streams=2, block=block), ["validation"])
-            append_line(study.data, {"job": name, **found, **run_record()})
+    cases = {f"{arm}-{block}": (folder, block) for block in BLOCKS for arm, folder in MODELS.items()}
+
+    def judge_case(study: Study, name: str) -> dict[str, Any]:
+        folder, block = cases[name]
+        return judge(study, study.path(folder), Arm(convert=None, streams=2, block=block), ["validation"])
+
+    short_sft.do_missing(study, cases, judge_case)
 
 
 def main(args: argparse.Namespace) -> None:

@@ -11,10 +11,9 @@ import argparse
 import logging
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from d1.runs.cli import OneLineParser, run_script
-from d1.runs.record import run_record
-from studies.json_lines import append_line
 from studies.smollm2 import short_sft
 from studies.smollm2.steps import BLOCK, LENGTH, Arm, Study, judge
 
@@ -28,20 +27,17 @@ SAMPLERS: dict[str, Sequence[str]] = {
     "two per pass": ("--diffusion_steps", str(LENGTH // 2)),
 }
 
-logger = logging.getLogger(__name__)
-
 
 def judge_samplers(study: Study) -> None:
     """Judge each model with each sampler on the validation problems."""
+    cases = {f"{model}, {sampler}": (MODELS[model], SAMPLERS[sampler]) for model in MODELS for sampler in SAMPLERS}
     arm = Arm(convert=None, streams=2, block=BLOCK)
-    for model, folder in MODELS.items():
-        for sampler, flags in SAMPLERS.items():
-            name = f"{model}, {sampler}"
-            if name in study.lines():
-                continue
-            logger.info("%s starts", name)
-            found = judge(study, study.path(folder), arm, ["validation"], flags)
-            append_line(study.data, {"job": name, **found, **run_record()})
+
+    def judge_case(study: Study, name: str) -> dict[str, Any]:
+        folder, flags = cases[name]
+        return judge(study, study.path(folder), arm, ["validation"], flags)
+
+    short_sft.do_missing(study, cases, judge_case)
 
 
 def main(args: argparse.Namespace) -> None:

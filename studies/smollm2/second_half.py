@@ -14,15 +14,12 @@ import argparse
 import json
 import logging
 import shutil
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from d1.runs.cli import run_script
-from d1.runs.record import run_record
-from studies.json_lines import append_line
 from studies.smollm2 import short_sft
 from studies.smollm2.steps import Arm, Study, answer_bits, judge, losses_of
 
@@ -30,8 +27,6 @@ DATA = short_sft.DATA.with_name("second_half.jsonl")
 FIRST = "ar_first"  # the arm whose first half all have
 HALVES = (FIRST, "forward_kl", "blocks_of_4", "annealed", "aligned")
 SMALL_BLOCK = 4
-
-logger = logging.getLogger(__name__)
 
 
 def train_first_half(study: Study) -> Path:
@@ -97,11 +92,7 @@ def trainer_of(name: str, trainer: Any, first: Path) -> Any:
 
 
 def main(args: argparse.Namespace) -> None:
-    study = short_sft.study_of(args, DATA)
-    for name in HALVES:
-        if name not in study.lines():
-            logger.info("%s: %s starts", time.strftime("%H:%M:%S"), name)
-            append_line(study.data, {"job": name, **train_second_half(study, name), **run_record()})
+    short_sft.do_missing(short_sft.study_of(args, DATA), HALVES, train_second_half)
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -12,14 +12,12 @@ from __future__ import annotations
 
 import argparse
 import logging
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from d1.runs.cli import run_script
-from d1.runs.record import run_record
-from studies.json_lines import append_line, read_lines
+from studies.json_lines import read_lines
 from studies.smollm2 import short_sft
 from studies.smollm2.short_sft import seconds_of, stage_flags, train_stage, without_folder
 from studies.smollm2.steps import TASK, Arm, Study, bits_per_byte, judge, losses_of
@@ -30,8 +28,6 @@ START = "shift"  # the arm of the short SFT that both arms continue
 RATE = 3e-5
 ROLLOUTS = 40
 SFT_STEPS = 290  # which take as long as the rollouts: PROTOCOL.md
-
-logger = logging.getLogger(__name__)
 
 
 def train_start(study: Study) -> Path:
@@ -84,11 +80,7 @@ def train_and_judge(study: Study, name: str) -> dict[str, Any]:
 
 
 def main(args: argparse.Namespace) -> None:
-    study = short_sft.study_of(args, DATA)
-    for name in TRAIN:
-        if name not in study.lines():
-            logger.info("%s: %s starts", time.strftime("%H:%M:%S"), name)
-            append_line(study.data, {"job": name, **train_and_judge(study, name), **run_record()})
+    short_sft.do_missing(short_sft.study_of(args, DATA), TRAIN, train_and_judge)
 
 
 def make_parser() -> argparse.ArgumentParser:

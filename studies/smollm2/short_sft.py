@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,13 +104,19 @@ def write_files(study: Study, conversion: str) -> None:
 
 
 def main(args: argparse.Namespace) -> None:
-    study = study_of(args, DATA)
-    for name in SHORT_ARMS:
-        if name in study.lines():
-            continue
+    def write_and_train(study: Study, name: str) -> dict[str, Any]:
         write_files(study, SHORT_ARMS[name][0])
-        logger.info("%s: %s starts", time.strftime("%H:%M:%S"), name)
-        append_line(study.data, {"job": name, **train_short(study, name), **run_record()})
+        return train_short(study, name)
+
+    do_missing(study_of(args, DATA), SHORT_ARMS, write_and_train)
+
+
+def do_missing(study: Study, names: Iterable[str], do: Callable[[Study, str], dict[str, Any]]) -> None:
+    """Append what `do` returns as the line of each job that has none."""
+    for name in names:
+        if name not in study.lines():
+            logger.info("%s: %s starts", time.strftime("%H:%M:%S"), name)
+            append_line(study.data, {"job": name, **do(study, name), **run_record()})
 
 
 def study_of(args: argparse.Namespace, data: Path) -> Study:
