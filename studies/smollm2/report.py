@@ -22,7 +22,7 @@ from studies.smollm2.samplers import SAMPLERS
 from studies.smollm2.second_half import DATA as HALF_DATA
 from studies.smollm2.second_half import FIRST, HALVES
 from studies.smollm2.short_rl import DATA as SHORT_RL_DATA
-from studies.smollm2.short_rl import START, TRAIN
+from studies.smollm2.short_rl import RL_ARMS, SHORT_RL_ARMS, START
 from studies.smollm2.short_sft import DATA as SHORT_DATA
 from studies.smollm2.short_sft import SHORT_ARMS
 from studies.smollm2.steps import ARMS, BLOCK, RATES, SEEDS, Lines, best_arm, best_rate, rate_of_later_runs
@@ -304,22 +304,48 @@ def sampler_blocks_table(lines: Lines, trained_blocks: Lines) -> str:
     return markdown_table([*head, f"blocks of {BLOCK}, % [95%]"], rows)
 
 
-def short_rl_table(lines: Lines, start: Mapping[str, Any]) -> str:
-    """Section 8: the validation problems of RL and of more SFT, compared with each other and with `start`, the line of
-    the SFT that both continue."""
-    rows = [["SFT", share([start], "validation"), "", "", *cells_of_texts(start)]]
-    for name in TRAIN:
+def short_rl_table(lines: Lines, starts: Mapping[int, Mapping[str, Any]]) -> str:
+    """Sections 8 and 10: the validation problems of RL and of more SFT, compared with each other and with the SFT that
+    all continue. `starts`: its line for each block length of the sampler."""
+    rows = [["SFT", "", str(BLOCK), share([starts[BLOCK]], "validation"), "", "", *cells_of_texts(starts[BLOCK])]]
+    for name in SHORT_RL_ARMS:
+        rate, block = RL_ARMS.get(name, (None, BLOCK))
+        cells = [f"+ {name}", f"{rate:g}" if rate else "", str(block)]
         if name not in lines:
-            rows.append([f"+ {name}", *[""] * 6])
+            rows.append([*cells, *[""] * 6])
             continue
         line = lines[name]
-        gap = points(mean_of(outcomes(line, "validation") - outcomes(start, "validation")))
+        gap = points(mean_of(gain_of_rl(lines, starts, name)))
         over_more = ""
-        if name != "more" and "more" in lines:
+        if block == BLOCK and name != "more" and "more" in lines:
             over_more = points(mean_of(outcomes(line, "validation") - outcomes(lines["more"], "validation")))
-        rows.append([f"+ {name}", share([line], "validation"), gap, over_more, *cells_of_texts(line)])
-    head = ["stages", "validation, % [95%]", "minus SFT [95%]", "minus SFT + more [95%]"]
-    return markdown_table([*head, "bits per byte", "characters", "minutes"], rows)
+        rows.append([*cells, share([line], "validation"), gap, over_more, *cells_of_texts(line)])
+    head = ["stages", "rate of RL", "tokens of a block", "validation, % [95%]", "minus SFT in these blocks [95%]"]
+    return markdown_table([*head, "minus SFT + more [95%]", "bits per byte", "characters", "minutes"], rows)
+
+
+def gain_of_rl(lines: Lines, starts: Mapping[int, Mapping[str, Any]], name: str) -> np.ndarray:
+    """(1, problems): what an arm solves minus what its start solves, both with the arm's blocks."""
+    _, block = RL_ARMS.get(name, (None, BLOCK))
+    return outcomes(lines[name], "validation") - outcomes(starts[block], "validation")
+
+
+def reasons_table(lines: Lines, starts: Mapping[int, Mapping[str, Any]]) -> str:
+    """Section 10: its registered contrasts, with Holm's correction once all are there."""
+    gains = {name: gain_of_rl(lines, starts, name) for name in RL_ARMS if name in lines}
+    gaps: dict[str, np.ndarray] = {}
+    if "blocks_of_1" in gains:
+        gaps["1. blocks_of_1 minus SFT, in blocks of 1"] = gains["blocks_of_1"]
+    if "low_rate" in gains:
+        gaps["2. low_rate minus SFT"] = gains["low_rate"]
+        gaps["3. low_rate minus rl"] = gains["low_rate"] - gains["rl"]
+    if "blocks_of_1" in gains:
+        gaps["4. gain of blocks_of_1 minus gain of rl"] = gains["blocks_of_1"] - gains["rl"]
+    adjusted = [""] * len(gaps)
+    if len(gaps) == 4:
+        adjusted = [f"{p:.2g}" for p in holm([float(p_values(gap)) for gap in gaps.values()])]
+    rows = [[name, points(mean_of(gap)), p] for (name, gap), p in zip(gaps.items(), adjusted, strict=True)]
+    return markdown_table(["contrast", "points [95%]", "p (Holm)"], rows)
 
 
 def cells_of_texts(line: Mapping[str, Any]) -> list[str]:
@@ -328,15 +354,20 @@ def cells_of_texts(line: Mapping[str, Any]) -> list[str]:
     return [f"{line['bits']:.3f}", f"{characters:.1f}", f"{line['seconds'] / 60:.0f}"]
 
 
-def short_rl_rollouts_table(line: Mapping[str, Any]) -> str:
-    """Section 8: what RL logged, by quarters of its rollouts."""
+def short_rl_rollouts_table(lines: Lines) -> str:
+    """Sections 8 and 10: what RL logged, by quarters of its rollouts."""
+    done = [name for name in RL_ARMS if name in lines]
     rows = []
-    quarters = [np.array_split(np.array(line[name]), 4) for name in ("right", "ratio_max")]
-    last = 0
-    for right, ratios in zip(*quarters, strict=True):
-        first, last = last + 1, last + len(right)
-        rows.append([f"{first} to {last}", f"{100 * right.mean():.1f}", f"{ratios.max():.2f}"])
-    return markdown_table(["rollouts", "right, %", "largest ratio"], rows)
+    for quarter in range(4):
+        cells: list[str] = []
+        for name in done:
+            right, ratios = (np.array_split(np.array(lines[name][log]), 4) for log in ("right", "ratio_max"))
+            first = sum(map(len, right[:quarter])) + 1
+            cells = cells or [f"{first} to {first + len(right[quarter]) - 1}"]
+            cells += [f"{100 * right[quarter].mean():.1f}", f"{ratios[quarter].max():.2f}"]
+        rows.append(cells)
+    head = [column for name in done for column in (f"{name}: right, %", "largest ratio")]
+    return markdown_table(["rollouts", *head], rows)
 
 
 def samplers_table(lines: Lines) -> str:
@@ -397,9 +428,9 @@ def parts() -> dict[Path, str]:
     blocks = {line["job"]: line for line in read_lines(BLOCKS_DATA)}
     text += f"\n## The block length of the sampler\n\n{sampler_blocks_table(blocks, short)}"
     rl = {line["job"]: line for line in read_lines(SHORT_RL_DATA)}
-    text += f"\n## RL or more SFT after the short SFT\n\n{short_rl_table(rl, short[START])}"
-    if "rl" in rl:
-        text += f"\n{short_rl_rollouts_table(rl['rl'])}"
+    starts = {BLOCK: short[START], 1: blocks[f"{START}-1"]}
+    text += f"\n## RL or more SFT after the short SFT\n\n{short_rl_table(rl, starts)}"
+    text += f"\n{reasons_table(rl, starts)}\n{short_rl_rollouts_table(rl)}"
     samplers = {line["job"]: line for line in read_lines(SAMPLERS_DATA)}
     text += f"\n## Samplers with fewer passes\n\n{samplers_table(samplers)}"
     text += f"\n## Completions of the first test problems\n\n{texts_table(lines)}"

@@ -1,10 +1,10 @@
-"""RL, or more SFT in the same time, after the short SFT of `shift`, on a CPU: PROTOCOL.md, section 8.
+"""RL, or more SFT in the same time, after the short SFT of `shift`, on a CPU: PROTOCOL.md, sections 8 and 10.
 
     D1_FILES=FOLDER python -m studies.smollm2.short_rl --model SmolLM2-135M-Instruct.Q4_1.gguf    # hours
     python -m smollm.model tiny runs/tiny
     D1_FILES=FOLDER python -m studies.smollm2.short_rl --model runs/tiny --tiny
 
-A line per arm goes to data/short_rl.jsonl. A stopped run continues, as that of `short_sft.py`, whose arm `shift` both
+A line per arm goes to data/short_rl.jsonl. A stopped run continues, as that of `short_sft.py`, whose arm `shift` all
 arms start from.
 """
 
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +19,13 @@ from d1.runs.cli import run_script
 from studies.json_lines import read_lines
 from studies.smollm2 import short_sft
 from studies.smollm2.short_sft import seconds_of, stage_flags, train_stage, without_folder
-from studies.smollm2.steps import TASK, Arm, Study, bits_per_byte, judge, losses_of
+from studies.smollm2.steps import BLOCK, TASK, Arm, Study, bits_per_byte, judge, losses_of
 
 DATA = short_sft.DATA.with_name("short_rl.jsonl")
 RECIPE = short_sft.ROOT / "recipes" / "smollm2-135m-rl.yaml"
-START = "shift"  # the arm of the short SFT that both arms continue
-RATE = 3e-5
+START = "shift"  # the arm of the short SFT that all arms continue
+RL_ARMS = {"rl": (3e-5, BLOCK), "blocks_of_1": (3e-5, 1), "low_rate": (1e-5, BLOCK)}  # rate, tokens of a block
+SHORT_RL_ARMS = ("rl", "more", "blocks_of_1", "low_rate")  # in the order of the runs
 ROLLOUTS = 40
 SFT_STEPS = 290  # which take as long as the rollouts: PROTOCOL.md
 
@@ -38,14 +38,24 @@ def train_start(study: Study) -> Path:
     return study.path(f"short-{START}-0")
 
 
-def train_rl(study: Study, start: Path) -> dict[str, Any]:
-    """RL by d1's method, with the recipe of `make smollm`."""
+def train_rl(study: Study, start: Path, name: str) -> dict[str, Any]:
+    """RL by d1's method, with the recipe of `make smollm`, and the rate and the blocks of the arm."""
     from d1.rl import train
 
-    out = study.path("short-rl")
+    rate, block = RL_ARMS[name]
+    out = study.path(f"short-{name}")
     flags: list[object] = ["--config", RECIPE, "--model_path", start, "--output_dir", out]
     flags += ["--dataset", TASK, "--data_file", study.path("rl.jsonl"), "--max_prompt_length", study.longest - 64]
-    flags += ["--learning_rate", RATE, "--seed", 0, "--max_steps", 4 if study.tiny else 2 * ROLLOUTS]
+    flags += [
+        "--learning_rate",
+        rate,
+        "--block_length",
+        block,
+        "--seed",
+        0,
+        "--max_steps",
+        4 if study.tiny else 2 * ROLLOUTS,
+    ]
     flags += ["--per_device_train_batch_size", 32, "--gradient_accumulation_steps", 2]  # half the memory
     flags += ["--use_cpu", "true", "--bf16", "true", "--eval_strategy", "no", "--resume_from_checkpoint", "true"]
     words = [*map(str, flags)]
@@ -68,19 +78,19 @@ def train_more(study: Study, start: Path) -> dict[str, Any]:
     return {"settings": without_folder(study, words), "losses": losses_of(out), "seconds": seconds_of(out)}
 
 
-TRAIN: dict[str, Callable[[Study, Path], dict[str, Any]]] = {"rl": train_rl, "more": train_more}
-
-
 def train_and_judge(study: Study, name: str) -> dict[str, Any]:
-    """The line of an arm: its training, and its judgement on the validation problems."""
-    line = TRAIN[name](study, train_start(study))
+    """The line of an arm: its training, and its judgement on the validation problems with the blocks that it had. Bits
+    per byte are those in the blocks of the short SFT."""
+    start = train_start(study)
+    line = train_rl(study, start, name) if name in RL_ARMS else train_more(study, start)
     model = study.path(f"short-{name}")
-    arm = Arm(convert=None, streams=2, block=short_sft.SHORT_ARMS[START][1])
-    return line | judge(study, model, arm, ["validation"]) | {"bits": bits_per_byte(study, model, arm)}
+    _, block = RL_ARMS.get(name, (None, BLOCK))
+    judged = judge(study, model, Arm(convert=None, streams=2, block=block), ["validation"])
+    return line | judged | {"bits": bits_per_byte(study, model, Arm(convert=None, streams=2))}
 
 
 def main(args: argparse.Namespace) -> None:
-    short_sft.do_missing(short_sft.study_of(args, DATA), TRAIN, train_and_judge)
+    short_sft.do_missing(short_sft.study_of(args, DATA), SHORT_RL_ARMS, train_and_judge)
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -10,6 +10,7 @@ from fractions import Fraction
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import trl
@@ -28,6 +29,7 @@ from studies.smollm2.report import (
     conversion_table,
     cpu_rates_table,
     masks_table,
+    reasons_table,
     sampler_blocks_table,
     samplers_table,
     second_half_table,
@@ -602,31 +604,56 @@ def test_rl_and_more_sft_start_from_the_short_sft(tmp_path):
     assert any(not torch.equal(first[name], trained[name]) for name in first)
 
 
+def test_in_blocks_of_one_token_rl_scores_what_was_sampled(tmp_path):
+    """The estimator sees what the sampler saw if a block has one token, but for the prompt tokens that it hides."""
+    study = tiny_study(tmp_path)
+    (tmp_path / "ar" / "tokenizer_config.json").touch()
+    study.path("rl.jsonl").write_text(4 * study.path("validation.jsonl").read_text())
+    (tmp_path / "clean.yaml").write_text(short_rl.RECIPE.read_text() + "\np_mask_prompt: 0.0\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(short_rl, "RECIPE", tmp_path / "clean.yaml")
+        short_rl.train_rl(study, short_rl.train_start(study), "blocks_of_1")
+    first = read_lines(study.path("short-blocks_of_1/metrics.jsonl"))[0]
+    assert first["sampling/logp_difference_abs"] < 0.01  # bf16; in blocks of 8, it is .14
+
+
 def test_rl_and_more_sft_are_compared_by_problem():
-    def line(right, bits):
+    def line(right, bits=0.3):
         return {"validation": {"right": right, "characters": 20.0}, "bits": bits, "seconds": 120.0}
 
+    def cells(table):
+        return [[cell.strip() for cell in row.split("|")[1:-1]] for row in table.splitlines()[2:]]
+
+    starts = {8: line("1000"), 1: line("1100")}
     lines = {"rl": line("1100", 0.2), "more": line("1111", 0.1)}
-    rows = [
-        [cell.strip() for cell in row.split("|")[1:-1]] for row in short_rl_table(lines, line("1000", 0.3)).splitlines()
-    ]
-    sft, rl, more = rows[2:]
-    assert sft[2:] == ["", "", "0.300", "20.0", "2"]
-    assert rl[2].startswith("+25.0 [")
-    assert rl[3].startswith("-50.0 [")
-    assert rl[4:] == ["0.200", "20.0", "2"]
-    assert more[2].startswith("+75.0 [")
-    assert more[3] == ""
-    *_, missing = short_rl_table({"rl": lines["rl"]}, line("1000", 0.3)).splitlines()
-    assert [cell.strip() for cell in missing.split("|")[1:-1]] == ["+ more", *[""] * 6]
+    sft, rl, more, *missing = cells(short_rl_table(lines, starts))
+    assert sft[4:] == ["", "", "0.300", "20.0", "2"]
+    assert rl[1:3] == ["3e-05", "8"]
+    assert rl[4].startswith("+25.0 [")
+    assert rl[5].startswith("-50.0 [")
+    assert rl[6:] == ["0.200", "20.0", "2"]
+    assert more[4].startswith("+75.0 [")
+    assert more[5] == ""
+    assert missing == [["+ blocks_of_1", "3e-05", "1", *[""] * 6], ["+ low_rate", "1e-05", "8", *[""] * 6]]
+
+    lines |= {"blocks_of_1": line("0111"), "low_rate": line("1110")}
+    assert cells(short_rl_table(lines, starts))[3][4].startswith("+25.0 [")  # minus the start in blocks of 1
+    gaps = [[-1, 0, 1, 1], [0, 1, 1, 0], [0, 0, 1, 0], [-1, -1, 1, 1]]
+    reasons = cells(reasons_table(lines, starts))
+    p_values = np.array([float(stats.ttest_1samp(gap, 0).pvalue) for gap in gaps])
+    for row, gap, p in zip(reasons, gaps, p_values, strict=True):
+        assert row[1].startswith(f"{25 * sum(gap):+.1f} [")
+        # Holm: the largest of the products of the p values that are not larger
+        assert row[2] == f"{min(1, max(q * sum(p_values >= q) for q in p_values if q <= p)):.2g}"
+    del lines["low_rate"]
+    assert [row[2] for row in cells(reasons_table(lines, starts))] == ["", ""]  # not all tests are there
 
     logged = {"right": [0.0, 0.5, 0.25, 0.75, 1.0], "ratio_max": [1.0, 3.0, 1.0, 2.0, 1.5]}
-    rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in short_rl_rollouts_table(logged).splitlines()[2:]]
-    assert rows == [
-        ["1 to 2", "25.0", "3.00"],
-        ["3 to 3", "25.0", "1.00"],
-        ["4 to 4", "75.0", "2.00"],
-        ["5 to 5", "100.0", "1.50"],
+    assert cells(short_rl_rollouts_table({"rl": logged, "low_rate": logged})) == [
+        ["1 to 2", "25.0", "3.00", "25.0", "3.00"],
+        ["3 to 3", "25.0", "1.00", "25.0", "1.00"],
+        ["4 to 4", "75.0", "2.00", "75.0", "2.00"],
+        ["5 to 5", "100.0", "1.50", "100.0", "1.50"],
     ]
 
 
