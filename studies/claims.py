@@ -10,6 +10,7 @@ operators, and what has to hold:
 
 - `>` and `<`: the 95% interval of A minus B excludes 0 on that side;
 - `~`: it contains 0;
+- `=`: it lies inside 2 points, the margin of the protocols, and the sentence says so;
 - `>=` and `<=`: the means have this order, and the sentence says "mean".
 
 `tests/studies/test_claims.py` reads the pages with `wrong_claims`.
@@ -31,18 +32,20 @@ from studies.json_lines import read_lines
 from studies.reports import scores
 
 VALUE = r"(?<![\w.])[-+]?\d*\.?\d+(?: \[[^\]]*\])?"
-CLAIM = re.compile(rf"(?P<value>{VALUE})?%?<!--claim: (?P<source>[^:>]+): (?P<claim>[^>]*?(?:>=|<=|>|<|~)[^>]*?)-->")
-OPERATION = re.compile(r"^(?P<first>.+?) (?P<operator>>=|<=|>|<|~) (?P<second>.+)$")
+CLAIM = re.compile(rf"(?P<value>{VALUE})?%?<!--claim: (?P<source>[^:>]+): (?P<claim>[^>]*?(?:>=|<=|>|<|~|=)[^>]*?)-->")
+OPERATION = re.compile(r"^(?P<first>.+?) (?P<operator>>=|<=|>|<|~|=) (?P<second>.+)$")
 # Words of a sentence, of which one has to be there, by operator.
 WORDS = {
     ">": r"more|gains?|above|better|pays?|adds?|raises?|beats?|highest|higher|than",
     "<": r"less|loses?|loss|below|worse|fewer|costs?|lower",
     "~": r"not\s+separated|not shown|not excluded|includes 0|contains 0|neither|open",
+    "=": r"equal within 2 points",
     ">=": r"mean",
     "<=": r"mean",
 }
 AT_EQUAL = re.compile(r"[Aa]t (?:equal|the same) (?:number of )?(tokens|processor seconds|updates)")
 COSTS = {"tokens": "compute", "processor seconds": "processor_seconds", "updates": "steps"}
+MARGIN = 2  # points
 EQUAL_COST = 1.1  # costs that differ by less count as equal
 
 Line = Mapping[str, Any]
@@ -221,7 +224,7 @@ def sentence_of(text: str, start: int, end: int) -> str:
 def faults_of(claim: re.Match[str], sentence: str) -> list[str]:
     parts = OPERATION.match(claim["claim"].strip())
     if parts is None:
-        raise ValueError("a claim is A OP B, with OP one of > < ~ >= <=")
+        raise ValueError("a claim is A OP B, with OP one of > < ~ = >= <=")
     operator = parts["operator"]
     found = contrast(claim["source"].strip(), parts["first"], parts["second"])
     faults = []
@@ -229,6 +232,7 @@ def faults_of(claim: re.Match[str], sentence: str) -> list[str]:
         ">": found.low > 0,
         "<": found.high < 0,
         "~": found.low <= 0 <= found.high,
+        "=": -MARGIN < found.low and found.high < MARGIN,
         ">=": found.value >= 0,
         "<=": found.value <= 0,
     }[operator]
@@ -239,7 +243,7 @@ def faults_of(claim: re.Match[str], sentence: str) -> list[str]:
         said = [float(number) for number in re.findall(r"[-+]?\d*\.?\d+", claim["value"])]
         expected = [round(number, 1) for number in (found.value, found.low, found.high)]
         turned = [-expected[0], -expected[2], -expected[1]]
-        accepted = [expected] if operator in (">", ">=", "~") else [expected, turned]
+        accepted = [expected] if operator in (">", ">=", "~", "=") else [expected, turned]
         if said not in [numbers[: len(said)] for numbers in accepted]:
             faults.append(f"says {claim['value']}, which is {shown}")
     if not re.search(WORDS[operator], sentence):

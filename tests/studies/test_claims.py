@@ -20,7 +20,8 @@ PAGES = {
     "README.md": 6,
     "docs/studies.md": 2,
     "docs/convert.md": 3,
-    "studies/smollm2/README.md": 12,
+    "studies/smollm2/README.md": 17,
+    "docs/samplers.md": 4,
     "docs/leaderboard.md": 13,
     "docs/fast_rollouts.md": 14,
     "docs/tools.md": 2,
@@ -56,6 +57,14 @@ def test_the_claims_of_a_page_hold(page):
         (
             "P+ is not separated from P<!--claim: collapse/test: P+ ~ P-->.",
             "P+ is equal to P<!--claim: collapse/test: P+ ~ P-->.",
+        ),
+        (
+            "0.9 is equal within 2 points<!--claim: smollm2/samplers: shift, threshold 0.9 = shift, exact--> to exact.",
+            "0.7 is equal within 2 points<!--claim: smollm2/samplers: more, threshold 0.7 = more, exact--> to exact.",
+        ),
+        (
+            "0.9 is equal within 2 points<!--claim: smollm2/samplers: shift, threshold 0.9 = shift, exact--> to exact.",
+            "0.9 is equal<!--claim: smollm2/samplers: shift, threshold 0.9 = shift, exact--> to exact.",
         ),
         (
             "At the same updates, P solves more<!--claim: collapse/test: P > P8--> than P8.",
