@@ -232,7 +232,7 @@ def faults_of(claim: re.Match[str], sentence: str) -> list[str]:
         ">": found.low > 0,
         "<": found.high < 0,
         "~": found.low <= 0 <= found.high,
-        "=": -MARGIN < found.low and found.high < MARGIN,
+        "=": found.low > -MARGIN and found.high < MARGIN,
         ">=": found.value >= 0,
         "<=": found.value <= 0,
     }[operator]
