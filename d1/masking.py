@@ -17,14 +17,11 @@ NOISE_EPS = 1e-3  # eps, the smallest masking probability: keeps the weight 1/t'
 
 
 def token_ids(ids: Any) -> Tensor:
-    """Token ids as a tensor that has room for every id: integers of another type than int32 become int64. uint16
-    arrays, as in tokenised files, cannot hold a mask token above 65535, and PyTorch lacks operations for them.
-    ValueError for numbers that are no integers."""
+    """Token ids as an int64 tensor. uint16 arrays, as in tokenised files, cannot hold a mask token above 65535, and
+    PyTorch lacks operations for them. ValueError for numbers that are no integers."""
     tensor = torch.as_tensor(ids)
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
         raise ValueError(f"token ids must be integers, got {tensor.dtype}")
-    if tensor.dtype == torch.int32:
-        return tensor
     return tensor.long()
 
 

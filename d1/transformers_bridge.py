@@ -169,20 +169,24 @@ def reading_weights(copies: bool, in_order: bool) -> Iterator[None]:
     """
     library: Any = modeling_utils
     original_safe_open = library.safe_open
-    original_order = os.environ.get(READ_IN_ORDER, "0")
+    original_order = os.environ.get(READ_IN_ORDER)
 
     def open_without_mapping(*args: Any, **kwargs: Any) -> Any:
         kwargs["backend"] = "pread"
         return original_safe_open(*args, **kwargs)
 
-    os.environ[READ_IN_ORDER] = "1" if in_order else original_order
+    if in_order:
+        os.environ[READ_IN_ORDER] = "1"
     if copies:
         library.safe_open = open_without_mapping
     try:
         yield
     finally:
         library.safe_open = original_safe_open
-        os.environ[READ_IN_ORDER] = original_order
+        if original_order is None:
+            os.environ.pop(READ_IN_ORDER, None)
+        else:
+            os.environ[READ_IN_ORDER] = original_order
 
 
 @contextmanager

@@ -439,6 +439,10 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
         mode = "train" if self.model.training else "eval"
         self._metrics[mode][name][-1] = value
 
+    def clear_evaluation_metrics(self) -> None:
+        """Removes the metrics of evaluations that ended without a log: of `predict`, or in an error."""
+        self._metrics["eval"].clear()
+
     def average_over_rows(self) -> None:
         """Replaces the metrics of the batches of an evaluation by their means over rows, if the last batch is smaller:
         TRL logs the mean over batches."""

@@ -341,6 +341,8 @@ class DiffuGRPOConfig(GRPOConfig):
         self.resolve_mini_batches()
         self.resolve_batch_sizes()
         self.canvas_is_unset = self.max_completion_length is None
+        self.blocks_before = self.block_length, self.first_token
+        self.settled_blocks: tuple[int | None, str | None] | None = None  # of a model, in place of `blocks_before`
         self.step_per_token = self.diffusion_steps is None
         if self.max_completion_length is None:
             self.max_completion_length = CANVAS["max_completion_length"]
@@ -479,9 +481,19 @@ class DiffuGRPOConfig(GRPOConfig):
         """Whether the KL term, if there is one, is TRL's own; TRL then logs its metrics."""
         return OBJECTIVES[self.objective].own_kl == self.kl
 
+    def check_method(self) -> None:
+        """Raises ValueError if `method` was assigned after the config was made, whose values are another method's."""
+        if self.method != self.method_of_values:
+            raise ValueError(
+                f"method was set to {self.method} after the values of {self.method_of_values} were filled in: make a "
+                f"new DiffuGRPOConfig(method={self.method!r})"
+            )
+
     def sampling_settings(self, model_config: Any = None) -> SamplingSettings:
         """How rollouts are sampled; `block_length`, if unset, becomes that of the given model. Raises ValueError for
         settings that contradict each other, or that the model cannot sample with."""
+        if model_config is not None and self.settled_blocks == (self.block_length, self.first_token):
+            self.block_length, self.first_token = self.blocks_before  # an earlier model's blocks were no choice
         called = {"gen_length": "max_completion_length", "steps": "diffusion_steps"}
         called["record_as_sampled"] = "score_as_sampled"
         settings = SamplingSettings.from_attributes(self, model_config, **called)
@@ -492,7 +504,9 @@ class DiffuGRPOConfig(GRPOConfig):
             settings.require_whole_blocks("max_completion_length")
         if model_config is not None:
             check_sampler(settings, model_config)
+            self.blocks_before = self.block_length, self.first_token
             self.block_length, self.first_token = settings.block_length, settings.first_token
+            self.settled_blocks = self.block_length, self.first_token
         return settings
 
     def resolve_canvas(self, model_config: Any, default_gen_length: int | None = None) -> None:
@@ -559,6 +573,7 @@ def with_method(dataclass_init: Callable[..., None]) -> Callable[..., None]:
         check_names(method, DiffuGRPOConfig.__dataclass_fields__.keys() - {"method"})
         values = method.under(given) | given
         dataclass_init(self, *args, **values)
+        self.method_of_values = self.method
 
     return init
 

@@ -5,10 +5,10 @@ Importing this module adds the parts that belong to one paper (`d1/rl/methods/`)
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from zlib import crc32
 
 from d1.lazy import module_in
 from d1.ranges import nearest
@@ -34,6 +34,17 @@ TABLE_OF = {
 }
 for table_name, table_entries in TABLES.items():
     table_entries.update(parts_of_papers(table_name))
+
+
+class MethodFile(NamedTuple):
+    """A user's file that ran."""
+
+    text: bytes
+    method: Method
+    tables: dict[str, dict[str, Any]]  # as `TABLES`, of the file alone
+
+
+METHOD_FILES: dict[Path, MethodFile] = {}
 PAPERS = {kind: papers_of_parts(table) for kind, table in TABLE_OF.items()}  # a part of one paper -> its method
 
 
@@ -66,12 +77,14 @@ def find_method(name: str) -> Method:
     path = Path(name).resolve()
     if not path.is_file():
         raise FileNotFoundError(f"no method file {path}")
+    # A file runs once, so that its entries stay the same objects, and again after it was edited, as in a notebook.
+    text = path.read_bytes()
+    if path in METHOD_FILES and METHOD_FILES[path].text != text:
+        remove_method_file(path)
+    if path in METHOD_FILES:
+        return METHOD_FILES[path].method
     try:
-        # The file runs once, so that its entries stay the same objects.
-        module_name = f"d1_user_method_{path.stem}"
-        module = sys.modules.get(module_name)
-        if module is None or module.__file__ != str(path):
-            module = module_in(path, module_name)
+        module = module_in(path, f"d1_user_method_{path.stem}_{crc32(str(path).encode()):08x}")
         user_tables = {table: getattr(module, table, {}) for table in TABLES}
 
         # `METHOD` is a dictionary, like the tables, or a `Method`, as in the published methods' files.
@@ -91,9 +104,17 @@ def find_method(name: str) -> Method:
 
     for table, user_entries in user_tables.items():
         TABLES[table].update(user_entries)
-    if isinstance(method, Method):
-        return method
-    return Method(str(path), method)
+    if not isinstance(method, Method):
+        method = Method(str(path), method)
+    METHOD_FILES[path] = MethodFile(text=text, method=method, tables=user_tables)
+    return method
+
+
+def remove_method_file(path: Path) -> None:
+    """Remove the entries of a user's file from the tables."""
+    for table, user_entries in METHOD_FILES.pop(path).tables.items():
+        for name in user_entries:
+            TABLES[table].pop(name, None)
 
 
 def check_table(table: str, user_entries: dict[str, Any]) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import TrainerCallback
+from transformers import TrainerCallback, set_seed
 
 from d1 import extensions
 from d1.masking import keyed_generator
@@ -132,6 +132,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         check_arguments(args)
         if args is None:
             args = DiffuGRPOConfig()
+        args.check_method()
         check_datasets(train_dataset, kwargs.get("eval_dataset"))
         check_trace_column(train_dataset, args)
 
@@ -153,12 +154,20 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         # How completions are sampled, where they come from, and what rewards them.
         self.sampling = args.sampling_settings(model.config)
         self.source = rollout_source(args, rollout_func, model.config, self.sampling)
-        rewards = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
+        rewards = list(reward_funcs) if isinstance(reward_funcs, list | tuple) else [reward_funcs]
         folder = Path(str(args.output_dir))
         guarded = [
             guard_reward(reward, task_name, folder, name)
             for reward, name in zip(rewards, names_of_rewards(rewards), strict=True)
         ]
+
+        # The weights of a new adapter are drawn, and TRL's reference would be a second adapter.
+        if kwargs.get("peft_config") is not None:
+            set_seed(args.seed)
+        if args.needs_reference and "ref" in getattr(model, "peft_config", {}):
+            raise ValueError(
+                "the model has the adapter ref, perhaps of an earlier trainer: model.delete_adapter('ref')"
+            )
 
         # TRL's constructor. Inside `reference_from`, it makes the reference from this model, also for a beta of 0.
         with reference_from(model if args.needs_reference else None, args):
@@ -670,6 +679,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         self.evaluation_rollouts = 0  # every evaluation uses the same random numbers, so that they are comparable
         self.evaluated_rows = []
+        self.clear_evaluation_metrics()
         of_training = self.computed_tokens  # evaluations do not count
         try:
             return super().evaluation_loop(*args, **kwargs)

@@ -60,16 +60,19 @@ class ListedError(ValueError):
 MISTAKES = (ValueError, OSError, ImportError, FloatingPointError, RunError)
 
 
+def begins_otherwise(text: str, record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith(text)
+
+
+FILTERS = {logger: partial(begins_otherwise, text) for logger, text in MESSAGES.items()}
+
+
 def silence() -> None:
     """Silence the `WARNINGS` and `MESSAGES`, without importing the libraries that raise them."""
     for text in WARNINGS:
         warnings.filterwarnings("ignore", message=re.escape(text))
-    for logger, text in MESSAGES.items():
-        logging.getLogger(logger).addFilter(partial(begins_otherwise, text))
-
-
-def begins_otherwise(text: str, record: logging.LogRecord) -> bool:
-    return not record.getMessage().startswith(text)
+    for logger, begins in FILTERS.items():
+        logging.getLogger(logger).addFilter(begins)  # once: a second time does nothing
 
 
 def refuse_flags(parser: argparse.ArgumentParser, message: str) -> NoReturn:
@@ -373,6 +376,9 @@ def check_repeats(file: str | Path) -> None:
 RESUME = {"aliases": ["--resume_from_checkpoint"], "nargs": "?", "const": "true", "metavar": "true|false|FOLDER"}
 
 
+BAD_ROWS = ("error", "skip")
+
+
 @dataclass
 class TrainingSettings:
     """Flags of SFT, preference training and distillation; each adds its own. Defaults are d1's (arXiv 2504.12216,
@@ -390,7 +396,7 @@ class TrainingSettings:
     debugging: bool = setting(False, "turn experiment logging off, like --report_to none")
     report_to: str = setting("wandb", "where numbers are logged to", choices=("wandb", "tensorboard", "none"))
     plain_chat_template: bool = setting(False, "give a plain chat template to a tokenizer that has none")
-    bad_rows: str = setting("error", "rows that cannot be trained on", choices=("error", "skip"))
+    bad_rows: str = setting("error", "rows that cannot be trained on", choices=BAD_ROWS)
     num_proc: Annotated[int | None, COUNT | None] = setting(None, "processes that tokenise (default: one per core)")
     full_finetuning: bool = setting(False, "train all weights instead of a LoRA adapter")
     lora_r: Annotated[int, COUNT] = setting(128)

@@ -6,7 +6,7 @@ import contextlib
 import json
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,6 +29,14 @@ UNREAD_ARGUMENTS = {  # settings of `TrainingArguments` that no trainer here rea
     "data_seed": "seed also orders the rows",
     "train_sampling_strategy": "rows come in random order, in global batches",
     "length_column_name": "rows are not sorted by length",
+    "batch_eval_metrics": "an evaluation is one mean over all rows",
+    "eval_do_concat_batches": "an evaluation is one mean over all rows",
+}
+OWN_PARTS = {  # arguments of Trainer that are parts of the trainers here
+    "model_init": "give model",
+    "compute_loss_func": "the loss is the trainer's own: overwrite compute_loss in a subclass",
+    "compute_metrics": "an evaluation is the mean of the loss: judge answers with `d1 eval`",
+    "preprocess_logits_for_metrics": "an evaluation returns no logits",
 }
 
 logger = logging.getLogger(__name__)
@@ -57,6 +65,13 @@ def check_unread_arguments(args: Any) -> None:
         value = getattr(args, name, default)
         if value != default:
             raise ValueError(f"{name}={value!r} would do nothing: {reason}; leave it out of the TrainingArguments")
+
+
+def check_own_parts(arguments: Mapping[str, Any]) -> None:
+    """Refuse (ValueError) Trainer's arguments with one of `OWN_PARTS`."""
+    for name, reason in OWN_PARTS.items():
+        if arguments.get(name) is not None:
+            raise ValueError(f"{name} is not an argument of this trainer: {reason}")
 
 
 def loaded_model(model: Any) -> Any:
@@ -96,13 +111,22 @@ class RunTrainer(TrainerHooks):
     - Steps of the optimizer are not rounded away without a word (`set_trained_precision`).
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        check_arguments(kwargs.get("args"))
-        super().__init__(*args, **kwargs)
+    def __init__(self, *, args: Any = None, **kwargs: Any) -> None:
+        check_arguments(args)
+        if args is None:
+            args = TrainingArguments()
+        args.remove_unused_columns = False  # Trainer would drop the columns that the model does not take
+        super().__init__(args=args, **kwargs)
         skip_input_casts(self.model)
         self.set_trained_precision()
         self.add_callback(LoadExtra(self))
         self.resumed_step: int | None = None  # until the first checkpoint after a resume, the step it continues from
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        # Of an earlier call, which may have continued a checkpoint.
+        self.resumed_from = None
+        self.resumed_sums = False
+        return super().train(*args, **kwargs)
 
     def set_trained_precision(self) -> None:
         """Cast trained weights of 16 bits to fp32 if they belong to an adapter and passes are in mixed precision, and
@@ -207,6 +231,7 @@ class SummingTrainer(RunTrainer):
     loss_is_scaled_for_ga = True  # compute_loss divides by the rows of the whole step
 
     def __init__(self, computed_tokens: int = 0, **kwargs: Any) -> None:
+        check_own_parts(kwargs)
         super().__init__(**kwargs)
         if self.eval_dataset is not None:
             raise ValueError(f"{type(self).__name__} has no evaluation loss: leave eval_dataset out")
@@ -221,6 +246,9 @@ class SummingTrainer(RunTrainer):
 
     def train_sampler(self, dataset: Any) -> GlobalBatchSampler:
         return self.global_batches([0] * len(dataset))
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        raise ValueError(f"{type(self).__name__} has no evaluation loss, and nothing to predict: use `d1 eval`")
 
     def add(self, name: str, values: Tensor) -> None:
         """Add values (any shape) to the sum of this name."""

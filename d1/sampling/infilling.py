@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from d1.masking import token_ids
 from d1.models.attention import count_positions, has_causal_context, require_prepared
 from d1.models.kinds import block_size, require_masks
 from d1.sampling.caches import NO_CACHE
@@ -78,6 +80,7 @@ def infill_steps(
         NotFiniteError: as `infill`.
     """
     require_prepared(model)
+    ids = token_ids(ids)
     visible = torch.ones_like(ids)
     if attention_mask is not None:
         visible = attention_mask.long()
@@ -178,6 +181,13 @@ def infill_settings(config: Any, count: int, **fields: Any) -> SamplingSettings:
     return settings
 
 
-# Deprecated: the old names.
-fill = infill
-fill_steps = infill_steps
+def fill(*args: Any, **kwargs: Any) -> Rollout:
+    """Deprecated: the old name of `infill`."""
+    warnings.warn("fill is now infill", FutureWarning, stacklevel=2)
+    return infill(*args, **kwargs)
+
+
+def fill_steps(*args: Any, **kwargs: Any) -> Iterator[Step]:
+    """Deprecated: the old name of `infill_steps`."""
+    warnings.warn("fill_steps is now infill_steps", FutureWarning, stacklevel=2)
+    return infill_steps(*args, **kwargs)

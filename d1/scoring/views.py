@@ -185,6 +185,9 @@ def score(
     """
     require_prepared(model)
     rows, width = completion_ids.shape
+    if prompt_ids.shape != attention_mask.shape or len(prompt_ids) != rows:
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in (prompt_ids, attention_mask, completion_ids))
+        raise ValueError(f"prompt_ids, attention_mask and completion_ids must have the same rows; got {shapes}")
     if width > gen_length:
         raise ValueError(f"a completion of {width} tokens does not fit a canvas of {gen_length}")
     views.check(len(prompt_ids), prompt_ids.shape[1] + gen_length, width, gen_length)

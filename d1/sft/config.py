@@ -30,6 +30,9 @@ class CausalLoss:
     causal_weight: float = 1.0
 
 
+OVERLONG = ("truncate", "drop", "refuse")
+
+
 @dataclass
 class SFTConfig(TrainingSettings):
     """Arguments of `d1.sft.train.main`. Defaults are d1's (arXiv 2504.12216, appendix).
@@ -56,7 +59,7 @@ class SFTConfig(TrainingSettings):
         "train on all turns of the assistant that have no weight 0; otherwise on the last turn alone (with a causal "
         "context, it needs --row_noise or --masked_weight 0)",
     )
-    overlong: str = setting("truncate", "rows longer than --max_length", choices=("truncate", "drop", "refuse"))
+    overlong: str = setting("truncate", "rows longer than --max_length", choices=OVERLONG)
     test_split: Annotated[float, BELOW_ONE] = setting(0.01, "share of the rows held out for the evaluation loss")
     eos_padding: Annotated[int | str, NATURAL | "batch" | "max"] = setting(
         "batch",

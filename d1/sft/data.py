@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from datasets import Dataset, Features, List, Value
+from datasets import Dataset, DatasetDict, Features, List, Value
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DefaultDataCollator, PreTrainedTokenizerBase
@@ -31,6 +31,7 @@ from d1.models.messages import (
     whole_turns,
 )
 from d1.models.tokenizer import CUT_OFF, encode_turns
+from d1.runs.cli import BAD_ROWS
 from d1.runs.data import IGNORED, BatchRow, describe_row_error, tokenize_rows, usable_rows
 from d1.sft import columns
 from d1.sft.columns import (
@@ -42,7 +43,7 @@ from d1.sft.columns import (
     check_template,
     suggest_flags,
 )
-from d1.sft.config import CausalLoss
+from d1.sft.config import OVERLONG, CausalLoss
 from d1.tasks import ask
 
 if TYPE_CHECKING:  # its losses read batches with this file's functions
@@ -203,6 +204,19 @@ def load_function(spec: str) -> Callable[[Row], Any]:
     return function
 
 
+def check_choices(data: Any, overlong: str, bad_rows: str) -> None:
+    """Raise ValueError for data of another class, or without rows, and for choices that there are not."""
+    if isinstance(data, DatasetDict):
+        raise ValueError(f"the data is a DatasetDict: choose one of its splits, {', '.join(data)}")
+    if not isinstance(data, Dataset):
+        raise ValueError(f"the data is {type(data).__name__}, not datasets.Dataset: use Dataset.from_list(rows)")
+    if not len(data):
+        raise ValueError("the data has no rows")
+    for name, choice, choices in (("overlong", overlong, OVERLONG), ("bad_rows", bad_rows, BAD_ROWS)):
+        if choice not in choices:
+            raise ValueError(f"{name} must be one of {', '.join(choices)}, not {choice!r}")
+
+
 def preprocess_dataset(
     data: Dataset,
     tokenizer: PreTrainedTokenizerBase,
@@ -240,6 +254,7 @@ def preprocess_dataset(
         ValueError: the columns are not understood, or are those of preferences; `template` names others; rows are bad;
             or nothing is left to train on.
     """
+    check_choices(data, overlong, bad_rows)
     names = set(data.column_names)
     understood = any(shape <= names for shape in SHAPES)
     if function is None and template is None and not understood:

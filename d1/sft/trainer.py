@@ -17,16 +17,17 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from peft import PeftConfig, get_peft_model
+from peft import PeftConfig, PeftModel, get_peft_model
 from torch import Tensor
 from torch.utils.data import Sampler
-from transformers import EvalPrediction, Trainer, TrainingArguments
+from transformers import EvalPrediction, Trainer, TrainingArguments, set_seed
+from transformers.trainer_utils import PredictionOutput
 
 from d1.models.attention import has_causal_context, require_prepared
 from d1.models.kinds import block_size, require_masks
 from d1.models.packing import enable_packed_rows
 from d1.runs.data import IGNORED
-from d1.runs.trainer import RunTrainer, check_arguments, loaded_model, tokenizer_of
+from d1.runs.trainer import RunTrainer, check_arguments, check_own_parts, loaded_model, tokenizer_of
 from d1.sft.causal_context import context_losses, masked_scale
 from d1.sft.config import CausalLoss
 from d1.sft.data import dLLMDataCollator, row_numbers, split_rows
@@ -95,8 +96,7 @@ class dLLMTrainer(RunTrainer, Trainer):
         **kwargs: Any,
     ) -> None:
         check_arguments(args)
-        if args is not None:
-            args.remove_unused_columns = False  # Trainer would drop the columns that the model does not take
+        check_own_parts(kwargs)
         check_data(
             data_collator,
             {"train_dataset": kwargs.get("train_dataset"), "eval_dataset": kwargs.get("eval_dataset")},
@@ -107,6 +107,12 @@ class dLLMTrainer(RunTrainer, Trainer):
             processing_class = tokenizer_of(processing_class, path)
             data_collator = default_collator(processing_class, model.config)
         if peft_config is not None:
+            if isinstance(model, PeftModel):
+                raise ValueError(
+                    "the model has an adapter already, so a new one would not be saved with it: leave out peft_config "
+                    "to train that one, or merge it (`d1 merge`)"
+                )
+            set_seed(TrainingArguments.seed if args is None else args.seed)  # its first weights are drawn
             model = get_peft_model(model, peft_config)
         super().__init__(
             model=model,
@@ -236,9 +242,15 @@ class dLLMTrainer(RunTrainer, Trainer):
         yield
         self.counting_since = time.perf_counter() - counted
 
-    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+    def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
+        if not isinstance(eval_dataset, str):  # the name of one that the constructor got
+            check_data(None, {"eval_dataset": eval_dataset})
         with self.not_counted():
-            return super().evaluate(*args, **kwargs)
+            return super().evaluate(eval_dataset, *args, **kwargs)
+
+    def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> PredictionOutput:
+        check_data(None, {"eval_dataset": test_dataset})
+        return super().predict(test_dataset, *args, **kwargs)
 
     @contextlib.contextmanager
     def saving_checkpoint(self) -> Iterator[None]:

@@ -240,8 +240,8 @@ def _same_text(answer: str, gold: str) -> bool:
 
 _lock = threading.Lock()
 helper_process: subprocess.Popen[bytes] | None = None
-# A forked process must not share the pipe: it starts its own helper.
-os.register_at_fork(after_in_child=lambda: globals().update(helper_process=None))
+# A forked process must not share the pipe, and another thread may hold the lock: it starts its own helper.
+os.register_at_fork(after_in_child=lambda: globals().update(helper_process=None, _lock=threading.Lock()))
 
 
 def _verify(answer: str, gold: str) -> bool:
@@ -257,14 +257,17 @@ def _verify(answer: str, gold: str) -> bool:
             helper_process = _start_helper()
         helper = helper_process
         assert helper.stdin is not None
+        reply = None
         try:
             helper.stdin.write(json.dumps([gold, answer]).encode() + b"\n")
             reply = _reply(helper)
         except BrokenPipeError:
-            reply = None
+            pass
+        finally:
+            if reply is None:  # also after a timeout around a reward, say: a late reply would answer the next question
+                helper.kill()
+                helper.wait()
         if reply is None:
-            helper.kill()
-            helper.wait()
             raise Undecided(f"math-verify's process ended or stood still (return code {helper.returncode})")
     if reply == b"?":
         raise Undecided(f"math-verify used up {TIME_LIMIT:g} s of processor time, or its memory")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from d1.rl.methods import METHODS, MODULES, SHOWN_PAIRS, Method, papers_of_parts
-from d1.rl.tables import TABLE_OF, TABLES, find_method
+from d1.rl.tables import TABLE_OF, TABLES, find_method, remove_method_file
 from tests.d1.rl.test_checks import config, refusal
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -72,6 +72,39 @@ def test_every_pair_of_a_published_method_is_one_that_may_combine():
         for first, second in combinations(parts, 2):
             owners = {OWNERS[kind][part] for kind, part in (first, second) if part in OWNERS[kind]}
             assert len(owners) < 2 or method in (METHODS["stable-drl"], METHODS["unigrpo"])
+
+
+def test_an_edited_file_runs_again_and_files_of_one_name_are_told_apart(tmp_path):
+    text = "from d1.rl import Advantage\n\nMETHOD = {'num_iterations': ITERATIONS, 'advantage': 'NAME'}\n"
+    text += "ADVANTAGES = {'NAME': Advantage(lambda inputs: inputs)}\n"
+    files = []
+    for folder, name in (("first", "one"), ("second", "two")):
+        (tmp_path / folder).mkdir()
+        files.append(tmp_path / folder / "mine.py")
+        files[-1].write_text(text.replace("NAME", name).replace("ITERATIONS", "2"))
+    before = {table: dict(entries) for table, entries in TABLES.items()}
+    try:
+        for file, name in zip(files, ("one", "two"), strict=True):
+            assert config(method=str(file)).advantage == name
+        entry = TABLES["ADVANTAGES"]["one"]
+        assert config(method=str(files[0])).num_iterations == 2
+        assert TABLES["ADVANTAGES"]["one"] is entry  # it did not run again
+        files[0].write_text(text.replace("NAME", "other").replace("ITERATIONS", "4"))
+        assert config(method=str(files[0])).num_iterations == 4
+        assert "one" not in TABLES["ADVANTAGES"]
+    finally:
+        for file in files:
+            remove_method_file(file.resolve())
+    assert before == TABLES
+
+
+def test_a_method_cannot_be_assigned_later():
+    settings = config(method="d1")
+    settings.method = "wd1"
+    with pytest.raises(
+        ValueError, match=r"method was set to wd1 after the values of d1 .* DiffuGRPOConfig\(method='wd1'"
+    ):
+        settings.check_method()
 
 
 def test_a_file_of_ones_own_combines_with_the_parts_of_one_paper(tmp_path):

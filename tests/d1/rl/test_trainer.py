@@ -289,6 +289,40 @@ def test_two_evaluations_see_the_same_random_numbers(tiny_model_dir, tmp_path):
     assert first["eval_reward"] == second["eval_reward"]
 
 
+def test_predictions_and_failed_evaluations_change_no_later_evaluation(tiny_model_dir, tmp_path):
+    fails = []
+
+    def constant_or_letter(completions, **columns):
+        if fails:
+            raise ZeroDivisionError
+        return [1.0] * len(completions) if columns["constant"][0] else by_letter(completions, **columns)
+
+    trainer = make_trainer(tiny_model_dir, tmp_path, reward=constant_or_letter)
+    rows = trainer.eval_dataset.add_column("constant", [False] * len(trainer.eval_dataset))
+    expected = trainer.evaluate(rows)["eval_reward"]
+    trainer.predict(rows.remove_columns("constant").add_column("constant", [True] * len(rows)))
+    assert trainer.evaluate(rows)["eval_reward"] == expected
+    fails.append(True)
+    with pytest.raises(RuntimeError):
+        trainer.evaluate(rows)
+    fails.clear()
+    assert trainer.evaluate(rows)["eval_reward"] == expected
+
+
+def test_training_again_after_a_resume_begins_anew(tiny_model_dir, tmp_path):
+    """The second call does not return to the checkpoint's rollout."""
+    options = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2}
+    unbroken = make_trainer(tiny_model_dir, tmp_path, **options)
+    unbroken.train()
+    resumed = make_trainer(tiny_model_dir, tmp_path, **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    for run in (unbroken, resumed):
+        run.train()
+    assert [log["step"] for log in resumed.state.log_history if "loss" in log] == [1, 2]
+    for name, value in weights(resumed.model).items():
+        assert_near(value, weights(unbroken.model)[name], terms=TOKENS)
+
+
 def test_an_evaluation_is_a_mean_over_rows_also_if_its_last_batch_is_smaller(tiny_model_dir, tmp_path):
     """Four problems of four completions: a batch of 12 and one of 4."""
     rewards = []

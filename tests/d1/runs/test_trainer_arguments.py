@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset, IterableDataset
-from peft import LoraConfig, PeftModel
+from datasets import Dataset, DatasetDict, IterableDataset
+from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import DataCollatorForLanguageModeling, TrainingArguments
 from trl import DPOConfig, GRPOConfig
 from trl import SFTConfig as TrlSFTConfig
@@ -74,6 +74,10 @@ def test_rl_takes_texts_as_prompts_and_has_default_settings(tiny_model_dir, tmp_
         ),
         ({"train_dataset": None}, "`train_dataset` is required"),
         (
+            {"train_dataset": DatasetDict({"train": Dataset.from_list(CHATS)})},
+            "train_dataset is a DatasetDict: choose one of its splits, train",
+        ),
+        (
             {"processing_class": "tokenizer"},
             r"processing_class is str, not a tokenizer: use d1\.models\.",
         ),
@@ -83,6 +87,41 @@ def test_arguments_that_rl_cannot_use_are_refused(tiny_model_dir, tmp_path, chan
     given = {"args": rl_config(tmp_path), "train_dataset": Dataset.from_list(CHATS)} | change
     with pytest.raises(ValueError, match=problem):
         DiffuGRPOTrainer(str(tiny_model_dir), length, **given)
+
+
+def test_a_config_for_two_models_has_the_blocks_of_each(tiny_model_dir, tiny_block_dir):
+    settings = DiffuGRPOConfig("out", max_completion_length=16, diffusion_steps=16, **QUIET, **ON_CPU)
+    blocks = [
+        settings.sampling_settings(load_model(path).config).block_length for path in (tiny_block_dir, tiny_model_dir)
+    ]
+    assert blocks == [4, 16]
+    settings.block_length = 8
+    assert settings.sampling_settings(load_model(tiny_model_dir).config).block_length == 8
+
+
+def test_rewards_may_be_a_tuple(tiny_model_dir, tmp_path):
+    trained(DiffuGRPOTrainer(str(tiny_model_dir), (length, length), rl_config(tmp_path), Dataset.from_list(CHATS)))
+
+
+def test_a_new_adapter_of_rl_depends_on_the_seed_alone(tiny_model_dir, tmp_path):
+    adapters = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        config = LoraConfig(target_modules=["q_proj"])
+        given = {"args": rl_config(tmp_path), "train_dataset": Dataset.from_list(CHATS), "peft_config": config}
+        trainer = DiffuGRPOTrainer(str(tiny_model_dir), length, **given)
+        adapters.append([weight for name, weight in trainer.model.named_parameters() if "lora_A" in name])
+    assert all(map(torch.equal, *adapters))
+
+
+def test_a_second_trainer_of_one_adapter_says_how_to_remove_the_reference(tiny_model_dir, tmp_path):
+    model = get_peft_model(load_model(tiny_model_dir), LoraConfig(target_modules=["q_proj"]))
+    given = {"args": rl_config(tmp_path, beta=0.1), "train_dataset": Dataset.from_list(CHATS)}
+    DiffuGRPOTrainer(model, length, processing_class=load_tokenizer(tiny_model_dir), **given)
+    with pytest.raises(ValueError, match=r"has the adapter ref, .*: model\.delete_adapter\('ref'\)"):
+        DiffuGRPOTrainer(model, length, processing_class=load_tokenizer(tiny_model_dir), **given)
+    model.delete_adapter("ref")
+    trained(DiffuGRPOTrainer(model, length, processing_class=load_tokenizer(tiny_model_dir), **given))
 
 
 @pytest.fixture
@@ -128,6 +167,58 @@ def test_sft_of_a_new_adapter(tiny_model_dir, rows, tmp_path):
     assert isinstance(trainer.model, PeftModel)
 
 
+def test_a_new_adapter_of_sft_depends_on_the_seed_alone(tiny_model_dir, rows, tmp_path):
+    adapters = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        arguments = TrainingArguments(str(tmp_path), use_cpu=True, **QUIET)
+        config = LoraConfig(target_modules=["q_proj"])
+        trainer = dLLMTrainer(str(tiny_model_dir), arguments, train_dataset=rows, peft_config=config)
+        adapters.append([weight for name, weight in trainer.model.named_parameters() if "lora_A" in name])
+    assert all(map(torch.equal, *adapters))
+
+
+def test_sft_has_default_arguments(tiny_model_dir, rows, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    trainer = dLLMTrainer(load_model(tiny_model_dir).float(), train_dataset=rows)
+    trainer.args.max_steps, trainer.args.report_to = 1, []
+    trained(trainer)
+
+
+def test_an_adapter_is_not_put_on_another_one(tiny_model_dir, rows):
+    config = LoraConfig(target_modules=["q_proj"])
+    model = get_peft_model(load_model(tiny_model_dir), config)
+    with pytest.raises(ValueError, match="has an adapter already, so a new one would not be saved with it"):
+        dLLMTrainer(model, train_dataset=rows, peft_config=config)
+
+
+def test_rows_of_training_are_refused_in_each_evaluation(tiny_model_dir, rows, tmp_path):
+    trainer = dLLMTrainer(str(tiny_model_dir), TrainingArguments(str(tmp_path), **QUIET, **ON_CPU), train_dataset=rows)
+    for evaluate in (trainer.evaluate, trainer.predict):
+        with pytest.raises(ValueError, match="one random time per row, as in training"):
+            evaluate(rows)
+        with pytest.raises(ValueError, match="is Dataset, not dLLMSFTDataset"):
+            evaluate(Dataset.from_list(CHATS))
+
+
+def test_sft_again_after_a_resume_begins_anew(tiny_model_dir, rows, tmp_path):
+    def trainer(folder):
+        steps = QUIET | {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "logging_steps": 1}
+        return dLLMTrainer(str(tiny_model_dir), TrainingArguments(str(folder), **steps, **ON_CPU), train_dataset=rows)
+
+    unbroken = trainer(tmp_path)
+    unbroken.train()
+    resumed = trainer(tmp_path)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    for run in (unbroken, resumed):
+        run.train()
+    losses = [[log["loss"] for log in run.state.log_history if "loss" in log] for run in (resumed, unbroken)]
+    means = [run.state.log_history[-1]["train_loss"] for run in (resumed, unbroken)]
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 2
+    assert means[0] == means[1]
+
+
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
@@ -146,8 +237,14 @@ def test_sft_of_a_new_adapter(tiny_model_dir, rows, tmp_path):
                 "data_seed": 3,
                 "train_sampling_strategy": "group_by_length",
                 "length_column_name": "size",
+                "batch_eval_metrics": True,
+                "eval_do_concat_batches": False,
             }.items()
         ),
+        ({"compute_loss_func": length}, "compute_loss_func is not an argument of this trainer: the loss is"),
+        ({"model_init": length}, "model_init is not an argument of this trainer: give model"),
+        ({"compute_metrics": length}, "compute_metrics is not an argument of this trainer: .* `d1 eval`"),
+        ({"preprocess_logits_for_metrics": length}, "preprocess_logits_for_metrics is not an argument"),
     ],
 )
 def test_arguments_that_sft_cannot_use_are_refused(tiny_model_dir, rows, change, problem):
@@ -171,3 +268,9 @@ def test_preference_training_has_no_evaluation(tiny_model_dir, rows):
     options = {"model": load_model(tiny_model_dir), "args": TrainingArguments("out", **ON_CPU)}
     with pytest.raises(ValueError, match="PreferenceTrainer has no evaluation loss: leave eval_dataset out"):
         PreferenceTrainer(METHODS["vrpo"], 0.1, 3, train_dataset=rows, eval_dataset=rows, **options)
+    options["model"] = get_peft_model(options["model"], LoraConfig(target_modules=["q_proj"]))
+    trainer = PreferenceTrainer(METHODS["vrpo"], 0.1, 3, train_dataset=rows, **options)
+    with pytest.raises(ValueError, match="has no evaluation loss, and nothing to predict"):
+        trainer.predict(rows)
+    with pytest.raises(ValueError, match="compute_loss_func is not an argument of this trainer"):
+        PreferenceTrainer(METHODS["vrpo"], 0.1, 3, train_dataset=rows, compute_loss_func=length, **options)

@@ -100,6 +100,12 @@ def test_what_makes_no_sense_is_refused_before_the_first_pass(kind_dirs, change,
         infill_steps(model, **{"ids": ids, "hidden": torch.ones(1, 6).bool(), **LENGTHS, **change})
 
 
-def test_the_old_names_are_aliases():
-    assert d1.sampling.fill is d1.sampling.infill
-    assert d1.sampling.fill_steps is d1.sampling.infill_steps
+def test_the_old_names_warn(kind_dirs):
+    ids, _ = make_prompts([6], 0)
+    given = {"model": load_model(kind_dirs["llada"]), "ids": ids.int(), "hidden": torch.ones(1, 6).bool(), **LENGTHS}
+    expected = infill(**(given | {"ids": ids}))
+    with pytest.warns(FutureWarning, match="fill is now infill"):
+        found = d1.sampling.fill(**given)
+    assert torch.equal(found.ids, expected.ids)
+    with pytest.warns(FutureWarning, match="fill_steps is now infill_steps"):
+        assert len([*d1.sampling.fill_steps(**given)]) == len([*infill_steps(**given)])

@@ -207,10 +207,11 @@ def test_a_step_holds_few_logits(load, monkeypatch):
     assert theirs.largest == 4 * 21
 
 
-def test_prompts_of_uint16_are_those_of_int64(load):
+@pytest.mark.parametrize("kind", [torch.uint16, torch.int32])
+def test_prompts_of_other_integers_are_those_of_int64(load, kind):
     ids, mask = make_prompts([6, 1], 5)
     expected = rollout(load("llama"), ids, mask, **GOOD)
-    found = rollout(load("llama"), ids.to(torch.uint16), mask, **GOOD)
+    found = rollout(load("llama"), ids.to(kind), mask, **GOOD)
     assert found.ids.dtype == torch.int64
     assert torch.equal(found.ids, expected.ids)
     with pytest.raises(ValueError, match="token ids must be integers"):

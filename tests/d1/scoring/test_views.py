@@ -182,6 +182,11 @@ def test_shapes_and_models_that_do_not_fit_are_refused(model, tiny_model_dir):
     for message, some in wrong.items():
         with pytest.raises(ValueError, match=message):
             scores(model, some)
+    ids, mask, completion = torch.zeros(2, 3).long(), torch.ones(2, 3).long(), torch.zeros(2, 2).long()
+    for change in ({"prompt_ids": ids[:1]}, {"attention_mask": mask[:, :2]}, {"completion_ids": completion[:1]}):
+        given = {"prompt_ids": ids, "attention_mask": mask, "completion_ids": completion, **change}
+        with pytest.raises(ValueError, match="must have the same rows; got"):
+            score(model, views=views, mask_token_id=3, gen_length=2, **given)
     with pytest.raises(ValueError, match="prompt's shape"):
         mean_field(model, [20, 21], noise=[True])
     with pytest.raises(ValueError, match="does not fit a canvas of 2"):

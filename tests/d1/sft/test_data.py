@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 from datasets.arrow_dataset import Column
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -328,6 +328,22 @@ def test_bad_rows_are_named_or_skipped(problem, caplog):
 def test_malformed_rows(row, problem):
     with pytest.raises(ValueError, match=f"row 0: .*{problem}"):
         prepare([row])
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"bad_rows": "raise"}, "bad_rows must be one of error, skip, not 'raise'"),
+        ({"overlong": "Drop"}, "overlong must be one of truncate, drop, refuse, not 'Drop'"),
+        ({"data": [{"prompt": "1", "completion": "2"}]}, r"the data is list, not datasets\.Dataset"),
+        ({"data": DatasetDict({"train": Dataset.from_list([{"prompt": "1"}])})}, "choose one of its splits, train"),
+        ({"data": Dataset.from_dict({"prompt": [], "completion": []})}, "the data has no rows"),
+    ],
+)
+def test_wrong_choices_and_data_of_other_classes_are_refused(change, problem):
+    given = {"data": Dataset.from_list([{"prompt": "1", "completion": "2"}]), "tokenizer": None, "max_length": 8}
+    with pytest.raises(ValueError, match=problem):
+        preprocess_dataset(**(given | change))
 
 
 def test_unknown_columns_are_refused():

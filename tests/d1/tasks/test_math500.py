@@ -1,6 +1,7 @@
 """MATH: equivalence of answers, its time limit in any thread, and each reward, compared with values computed by
 hand."""
 
+import contextlib
 import os
 import signal
 import threading
@@ -74,6 +75,32 @@ def test_a_helper_that_dies_is_replaced():
     os.kill(maths.helper_process.pid, signal.SIGKILL)
     maths.helper_process.wait()
     assert maths.equivalent("(p+2)^2", "p^2+4p+4")
+
+
+def test_a_timeout_around_a_comparison_changes_no_later_verdict():
+    """The reply to the comparison that was given up must not answer the next one."""
+
+    class GivenUp(Exception):
+        pass
+
+    def give_up(*_):
+        raise GivenUp
+
+    assert maths.equivalent("(r+1)^2", "r^2+2r+1")
+    os.kill(maths.helper_process.pid, signal.SIGSTOP)
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    try:
+        with pytest.raises(GivenUp):
+            maths.equivalent("(r+2)^2", "r^2+4r+5")
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(maths.helper_process.pid, signal.SIGCONT)
+    assert maths.equivalent("(r+3)^2", "r^2+6r+9")
+    assert not maths.equivalent("(r+4)^2", "r^2+8r+17")
+    assert maths.equivalent("(r+5)^2", "r^2+10r+25")
 
 
 def test_a_machine_that_is_busy_for_seconds_changes_no_verdict():
