@@ -10,8 +10,8 @@
 #   BLOCK_LENGTH     tokens per block               (default the model's own, or 32)
 #   BATCH_SIZE       (default 8)   OUTPUT_DIR (default results/)
 #   EXTRA            further flags of eval.py       (default "--add_reasoning", as in the paper)
-# Relative paths count from this folder. Without MODEL_PATH, Countdown and Sudoku use 256 problems each, as in the
-# paper. A killed run continues when it is started again. The pocket model, on any machine:
+# Relative paths count from this folder. Without MODEL_PATH, Countdown and Sudoku use 256 problems each, as many as in
+# the paper, but not the same ones (docs/differences.md). A killed run continues when it is started again. The pocket model, on any machine:
 #   MODEL_PATH=../pocket/base TASKS=sudoku GEN_LENGTHS="32 40" BLOCK_LENGTH=8 BATCH_SIZE=128 EXTRA= bash run_eval.sh
 set -euo pipefail
 cd "$(dirname "$0")"

@@ -27,9 +27,8 @@ from typing import Any, NamedTuple
 from scipy import stats
 
 from pocket.recipes import ROOT
-from pocket.uncertainty import mean_of
 from studies.json_lines import read_lines
-from studies.reports import scores
+from studies.reports import paired_difference, scores
 
 VALUE = r"(?<![\w.])[-+]?\d*\.?\d+(?: \[[^\]]*\])?"
 CLAIM = re.compile(rf"(?P<value>{VALUE})?%?<!--claim: (?P<source>[^:>]+): (?P<claim>[^>]*?(?:>=|<=|>|<|~|=)[^>]*?)-->")
@@ -125,7 +124,7 @@ def contrast(source: str, first: str, second: str) -> Contrast:
     by_seed = [{line["seed"]: line for line in arms[arm]} for arm in (first, second)]
     seeds = sorted(by_seed[0].keys() & by_seed[1].keys())
     sides = [[lines[seed] for seed in seeds] for lines in by_seed]
-    found = mean_of(scores(sides[0]) - scores(sides[1]))
+    found = paired_difference(scores(sides[0]) - scores(sides[1]))
     costs = {}
     for name, column in COSTS.items():
         if all(column in line for side in sides for line in side):

@@ -19,10 +19,9 @@ from scipy import stats
 
 from d1.runs.tables import markdown_table
 from pocket.recipes import ROOT
-from pocket.uncertainty import mean_of
 from studies.claims import pocket_rows
 from studies.json_lines import read_lines
-from studies.reports import percent, points, scores, share_of_one_run
+from studies.reports import paired_difference, percent, points, scores, share_of_one_run
 from studies.training import accuracy
 
 SEEDS = 3
@@ -84,7 +83,7 @@ def smollm_table() -> str:
         right = scores([{**line, "seed": 0}])  # (1, problems)
         gain = ""
         if before is not None:
-            gain = points(mean_of(right - before))
+            gain = points(paired_difference(right - before))
         rows.append([line["model"], percent(share_of_one_run(right)), gain, f"{line['passes']:.1f}"])
         before = right
     head = ["SmolLM2-135M on SVAMP", f"solved, % of {right.size} test problems [95%]", "minus the row above [95%]"]

@@ -221,9 +221,11 @@ def summarise(row: Row, setup: GeneratedSetup, details: list[dict[str, Any]], pr
     low, high = wilson_interval(share, len(by_problem))
     row.ci_low, row.ci_high = 100 * low, 100 * high
 
-    if row.scoring == "strict" and len(by_problem) < len(details):
+    # pass@k, if a completion is either right or wrong: accuracies may also be shares.
+    is_verdict = all(detail["accuracy"] in (0, 1) for detail in details)
+    if row.scoring == "strict" and is_verdict and len(by_problem) < len(details):
         min_samples = min(len(accuracies) for accuracies in by_problem.values())
-        for k in PASS_AT:
+        for k in sorted({*PASS_AT, min_samples}):
             if k <= min_samples:
                 estimates = []
                 for accuracies in by_problem.values():
@@ -239,13 +241,14 @@ def summarise(row: Row, setup: GeneratedSetup, details: list[dict[str, Any]], pr
 
 
 def compare(name_a: str, details_a: list[dict[str, Any]], name_b: str, details_b: list[dict[str, Any]]) -> dict:
-    """Paired difference of two setups over the problems they share (same question), with an exact sign test."""
+    """Paired difference of two setups over the problems they share (same question and ground truth), with an exact sign
+    test."""
     a = mean_accuracies(details_a)
     b = mean_accuracies(details_b)
-    shared = [question for question in a if question in b]
+    shared = [problem for problem in a if problem in b]
     if not shared:
         raise ValueError(f"{name_a} and {name_b} have no problem in common")
-    differences = [b[question] - a[question] for question in shared]
+    differences = [b[problem] - a[problem] for problem in shared]
     wins = sum(difference > 0 for difference in differences)
     losses = sum(difference < 0 for difference in differences)
     return {
@@ -254,8 +257,8 @@ def compare(name_a: str, details_a: list[dict[str, Any]], name_b: str, details_b
         "shared": len(shared),
         "only_a": len(a) - len(shared),
         "only_b": len(b) - len(shared),
-        "accuracy_a": 100 * fmean(a[question] for question in shared),
-        "accuracy_b": 100 * fmean(b[question] for question in shared),
+        "accuracy_a": 100 * fmean(a[problem] for problem in shared),
+        "accuracy_b": 100 * fmean(b[problem] for problem in shared),
         "difference": 100 * fmean(differences),
         "b_better": wins,
         "a_better": losses,
@@ -264,9 +267,10 @@ def compare(name_a: str, details_a: list[dict[str, Any]], name_b: str, details_b
 
 
 def mean_accuracies(details: list[dict[str, Any]]) -> dict[str, float]:
-    """The mean accuracy of each question's completions."""
-    by_question = group_accuracies(details, [detail["question"] for detail in details])
-    return {question: fmean(accuracies) for question, accuracies in by_question.items()}
+    """The mean accuracy of each problem's completions, by its question and ground truth."""
+    problems = [json.dumps([detail["question"], detail["ground_truth"]], default=str) for detail in details]
+    by_problem = group_accuracies(details, problems)
+    return {problem: fmean(accuracies) for problem, accuracies in by_problem.items()}
 
 
 def group_accuracies(details: list[dict[str, Any]], keys: list[str]) -> dict[str, list[float]]:

@@ -64,7 +64,8 @@ def load_rows(split: str, data_file: str | None = None) -> Dataset:
 
     The hub's copy (`ChilleD/SVAMP`) has SVAMP's own problems alone, 700 and 300, with numbers in their texts. Training
     problems whose equation does not give their answer (9 of 3,138) are left out. In the folder, those whose text
-    comes twice count once, before the validation split is taken from them.
+    comes twice count once, before the validation split is taken from them; that split has no problem whose text is that
+    of a training problem up to its numbers, case and punctuation.
     """
     source, rows = _read_rows(split, data_file)
     if "Numbers" not in rows.column_names:
@@ -86,8 +87,18 @@ def _read_rows(split: str, data_file: str | None) -> tuple[str, Dataset]:
                 for index, text in enumerate(rows["Question"]):
                     first_indices.setdefault(text, index)
                 rows = rows.select(list(first_indices.values()))
-            return str(path), hold_out(rows, split)
+            split_rows = hold_out(rows, split)
+            if split == "validation":
+                known = {_letters(text) for text in hold_out(rows, "train")["Question"]}
+                texts = [_letters(text) for text in split_rows["Question"]]
+                split_rows = split_rows.select([index for index, text in enumerate(texts) if text not in known])
+            return str(path), split_rows
     return read_problems(split, data_file, (HUB, None), (HUB, None), COLUMNS, HUB_COLUMNS)
+
+
+def _letters(text: str) -> str:
+    """The letters and digits of a text, in lower case."""
+    return re.sub(r"[^a-z0-9]", "", text.lower())
 
 
 def _consistent_problems(source: str, rows: Dataset) -> tuple[Dataset, list[int]]:
@@ -110,10 +121,12 @@ def _contradicts_itself(row: dict[str, Any]) -> bool:
 
 def _task_row(row: dict[str, Any]) -> dict[str, Any]:
     template = _template(row)
-    steps, _ = _solve(template.equation, template.numbers)
+    steps, value = _solve(template.equation, template.numbers)
     question = fill_numbers(template.text, template.numbers)
-    answer = float(_number(row["Answer"], "Answer"))
-    return problem(question, INSTRUCTIONS, ANSWER, answer, solution=_format_steps(steps))
+    answer = _number(row["Answer"], "Answer")
+    if value is not None and math.isclose(value, answer, rel_tol=ROUNDING):
+        answer = value  # the file's is rounded, and a completion has to give the value
+    return problem(question, INSTRUCTIONS, ANSWER, float(answer), solution=_format_steps(steps))
 
 
 def _hub_row(row: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from scipy import stats
 from d1.runs.tables import markdown_table
 from pocket.uncertainty import Mean, mean_of, p_values
 from studies.json_lines import read_lines
-from studies.reports import holm, percent, points, share_of_one_run
+from studies.reports import holm, paired_difference, percent, points, share_of_one_run
 from studies.smollm2.run import DATA, jobs
 from studies.smollm2.sampler_blocks import BLOCKS, MODELS
 from studies.smollm2.sampler_blocks import DATA as BLOCKS_DATA
@@ -61,7 +61,7 @@ def conversion_table(lines: Lines) -> str:
         for split in ("validation", "test"):
             gap = ""
             if twin is not None and arm != TWIN:
-                gap = points(mean_of(outcomes(line, split) - outcomes(twin, split)))
+                gap = points(paired_difference(outcomes(line, split) - outcomes(twin, split)))
             cells += [share([line], split), gap]
         cells += [f"{line['bits']:.3f}", f"{line['seconds']:.0f}", *machine_cells(line)]
         rows.append(cells)
@@ -128,7 +128,7 @@ def stages_table(lines: Lines) -> str:
         for split in ("validation", "test"):
             gap = ""
             if stage != sft and stages[sft]:
-                gap = points(mean_of(right_of(runs, split) - right_of(stages[sft], split)))
+                gap = points(paired_difference(right_of(runs, split) - right_of(stages[sft], split)))
             cells += [share(runs, split), gap]
         seconds = [line["seconds"] for line in runs if "seconds" in line]
         cells.append(f"{sum(seconds) / len(seconds):.0f}" if seconds else "")
@@ -153,7 +153,7 @@ def contrasts_table(lines: Lines) -> str:
         difference = ""
         if done:
             a, b = (right_of(runs, "test") for runs in zip(*done, strict=True))
-            difference = points(mean_of(a - b))
+            difference = points(paired_difference(a - b))
         rows.append([name, f"{len(done)} of {len(pairs)}", difference])
     return markdown_table(["contrast", "seeds", "difference on test problems, points [95%]"], rows)
 
@@ -195,7 +195,7 @@ def masks_table(lines: Lines) -> str:
                 arm,
                 str(len(runs)),
                 share(runs, "test"),
-                points(mean_of(gaps[arm])) if arm in gaps else "",
+                points(paired_difference(gaps[arm])) if arm in gaps else "",
                 f"{adjusted[arm]:.2g}" if arm in adjusted else "",
                 f"{last:.2f}",
                 f"{highest:.2f}",
@@ -220,7 +220,7 @@ def cpu_rates_table(rollouts: Sequence[Mapping[str, Any]]) -> str:
         right = np.array([line["right"] for line in lines.values()])
         gap = ""
         if rate != first_rate:
-            gap = points(mean_of(right[None] - np.array([[first[number]["right"] for number in lines]])))
+            gap = points(paired_difference(right[None] - np.array([[first[number]["right"] for number in lines]])))
         last = ""
         if len(lines) == ROLLOUTS_ON_CPU:
             last = f"{100 * right[-LAST_ROLLOUTS:].mean():.1f}"
@@ -241,7 +241,7 @@ def short_sft_table(lines: Lines) -> str:
             continue
         gap = ""
         if shift is not None and arm != "shift":
-            gap = points(mean_of(outcomes(line, "validation") - outcomes(shift, "validation")))
+            gap = points(paired_difference(outcomes(line, "validation") - outcomes(shift, "validation")))
         minutes = f"{line['seconds'] / 60:.0f}"
         rows.append([arm, share([line], "validation"), gap, f"{line['bits']:.3f}", minutes])
     head = ["arm", "validation, % [95%]", "minus shift [95%]", "bits per byte", "minutes of SFT"]
@@ -271,7 +271,7 @@ def second_half_table(lines: Lines) -> str:
             continue
         line = done[name]
         cells = [name, share([line], "validation")]
-        cells += [points(mean_of(solved[name])) if name in solved else ""]
+        cells += [points(paired_difference(solved[name])) if name in solved else ""]
         cells += [f"{adjusted[name][0]:.2g}" if name in adjusted else ""]
         cells += [f"{sum(line['bits']) / sum(line['bytes']):.4f}"]
         cells += [signed(mean_of(bits[name])) if name in bits else ""]
@@ -295,7 +295,7 @@ def sampler_blocks_table(lines: Lines, trained_blocks: Lines) -> str:
             if line is None:
                 cells += ["", ""]
                 continue
-            gap = points(mean_of(outcomes(line, "validation") - outcomes(trained, "validation")))
+            gap = points(paired_difference(outcomes(line, "validation") - outcomes(trained, "validation")))
             cells += [share([line], "validation"), gap]
         rows.append([*cells, share([trained], "validation")])
     head = ["model"]
@@ -315,10 +315,10 @@ def short_rl_table(lines: Lines, starts: Mapping[int, Mapping[str, Any]]) -> str
             rows.append([*cells, *[""] * 6])
             continue
         line = lines[name]
-        gap = points(mean_of(gain_of_rl(lines, starts, name)))
+        gap = points(paired_difference(gain_of_rl(lines, starts, name)))
         over_more = ""
         if block == BLOCK and name != "more" and "more" in lines:
-            over_more = points(mean_of(outcomes(line, "validation") - outcomes(lines["more"], "validation")))
+            over_more = points(paired_difference(outcomes(line, "validation") - outcomes(lines["more"], "validation")))
         rows.append([*cells, share([line], "validation"), gap, over_more, *cells_of_texts(line)])
     head = ["stages", "rate of RL", "tokens of a block", "validation, % [95%]", "minus SFT in these blocks [95%]"]
     return markdown_table([*head, "minus SFT + more [95%]", "bits per byte", "characters", "minutes"], rows)
@@ -344,7 +344,7 @@ def reasons_table(lines: Lines, starts: Mapping[int, Mapping[str, Any]]) -> str:
     adjusted = [""] * len(gaps)
     if len(gaps) == 4:
         adjusted = [f"{p:.2g}" for p in holm([float(p_values(gap)) for gap in gaps.values()])]
-    rows = [[name, points(mean_of(gap)), p] for (name, gap), p in zip(gaps.items(), adjusted, strict=True)]
+    rows = [[name, points(paired_difference(gap)), p] for (name, gap), p in zip(gaps.items(), adjusted, strict=True)]
     return markdown_table(["contrast", "points [95%]", "p (Holm)"], rows)
 
 
@@ -389,7 +389,7 @@ def samplers_table(lines: Lines) -> str:
                 rows.append([model, sampler, *[""] * 4])
                 continue
             cells = [model, sampler, share([lines[name]], "validation")]
-            cells += [points(mean_of(gaps[name])), f"{adjusted[name]:.2g}"] if name in gaps else ["", ""]
+            cells += [points(paired_difference(gaps[name])), f"{adjusted[name]:.2g}"] if name in gaps else ["", ""]
             rows.append([*cells, f"{lines[name]['validation']['passes']:.1f}"])
     head = ["model", "sampler", "validation, % [95%]", "minus exact [95%]", "p (Holm)", "passes"]
     return markdown_table(head, rows)

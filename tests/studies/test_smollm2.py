@@ -4,6 +4,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import time
 from dataclasses import fields
 from fractions import Fraction
@@ -460,6 +461,20 @@ def test_the_rows_of_the_committed_results_stay_equal_to_the_byte(tmp_path):
         pytest.skip("D1_FILES names no folder with svamp/train.csv")
     rows = read_lines(run.DATA)[0]
     counts = steps.write_rows(steps.Study("", tmp_path, tmp_path / "runs.jsonl"))
+
+    def letters(name, key):
+        texts = [key(row) for row in read_lines(tmp_path / f"{name}.jsonl")]
+        return [re.sub("[^a-z]", "", text.lower()) for text in texts]
+
+    def asked(row):
+        return row["messages"][0]["content"].removeprefix("Question: ").partition("\nLet's think")[0]
+
+    known = {*letters("sft", asked)}
+    shared = {
+        name: sum(text in known for text in letters(name, lambda row: row["question"]))
+        for name in ("validation", "test")
+    }
+    assert shared == {"validation": 90, "test": 1}  # README.md
     assert counts == {name: rows[name] for name in DIGESTS}
     assert {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in tmp_path.iterdir()} == DIGESTS
 

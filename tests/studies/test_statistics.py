@@ -5,12 +5,13 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from scipy.stats import beta, ttest_1samp, ttest_rel
+from scipy.optimize import minimize_scalar
+from scipy.stats import beta, norm, ttest_1samp, ttest_rel
 from scipy.stats import t as student
 
 from pocket.uncertainty import half_width, mean_of, p_values
 from studies.collapse.report import share
-from studies.reports import gain, holm, points
+from studies.reports import gain, holm, paired_difference, points
 from studies.samplers.measure import area, aup
 
 
@@ -130,3 +131,36 @@ def test_aup_is_the_weighed_area_under_the_points():
     assert area([(2.0, 80.0), (4.0, 74.9)], 80.0) == 160.0
     found = {"solved": "1" * 80 + "0" * 20, "tokens": 20.0}
     assert aup({"slow": found | {"passes": 10}, "fast": found | {"passes": 5}}) == pytest.approx(320.0)
+
+
+@pytest.mark.parametrize(
+    ("wins", "losses", "problems"), [(2, 2, 300), (0, 0, 30), (30, 0, 30), (3, 15, 300), (60, 17, 300), (1, 0, 44)]
+)
+def test_the_interval_of_a_runs_difference_is_where_the_score_test_has_five_percent(wins, losses, problems):
+    """The variance of the difference, under a difference that is given, is that of the most likely shares of wins and
+    losses, which are searched for here."""
+    gaps = np.zeros((1, problems))
+    gaps[0, :wins], gaps[0, wins : wins + losses] = 1, -1
+
+    def p_value(difference):
+        def surprise(lost):
+            shares = lost + difference, lost, 1 - difference - 2 * lost
+            counts = wins, losses, problems - wins - losses
+            return -sum(count * math.log(share) for count, share in zip(counts, shares, strict=True) if count)
+
+        least, most = max(0, -difference), (1 - difference) / 2
+        found = minimize_scalar(surprise, (least, most), (least, most), method="bounded", options={"xatol": 1e-12})
+        deviation = math.sqrt((2 * found.x + difference - difference**2) / problems)
+        return 2 * norm.sf(abs(gaps.mean() - difference) / deviation)
+
+    found = paired_difference(gaps)
+    assert found.value == gaps.mean()
+    for end, edge in ((found.low, -1), (found.high, 1)):
+        assert end == edge or p_value(end) == pytest.approx(0.05, abs=1e-4)
+    assert paired_difference(-gaps) == pytest.approx((-found.value, -found.high, -found.low))
+
+
+def test_models_that_agree_on_few_problems_are_not_equal():
+    assert paired_difference(np.zeros((1, 30))).high > 0.1
+    several = np.array([[0.0, 1, 0, -1], [1, 0, 0, 0]])
+    assert paired_difference(several) == mean_of(several)

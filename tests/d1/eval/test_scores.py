@@ -207,6 +207,37 @@ def test_pass_at_k_is_the_mean_share_of_subsets_with_a_right_sample(scored, tmp_
     assert (result["shared"], result["accuracy_a"], result["difference"]) == (4, pytest.approx(40), 0)
 
 
+def sampled_setup(folder: Path, samples: int, share: float):
+    """A setup of one problem with equal samples, of a task whose accuracy is `share`, and that task."""
+    item = {"question": "q", "prompt_input": "q", "generations": "a", "ground_truth": 1, "index": 0}
+    items = [item | {"sample": sample} for sample in range(samples)]
+    (folder / "shares_m_8_4_0_generations.json").write_text(json.dumps({"generations": items, "task": "shares"}))
+    task = ModuleType("shares")
+    task.extract = lambda text: text  # type: ignore[attr-defined]
+    task.score = lambda text, row: {"accuracy": share}  # type: ignore[attr-defined]
+    return read_setups(folder)[0], {"shares": task}
+
+
+@pytest.mark.parametrize(("samples", "expected"), [(3, [1, 2, 3]), (4, [1, 2, 4]), (5, [1, 2, 5]), (8, [1, 2, 5, 8])])
+def test_pass_at_k_goes_up_to_the_number_of_samples(tmp_path, samples, expected):
+    setup, tasks = sampled_setup(tmp_path, samples, 1.0)
+    row, _ = score_setup(setup, "strict", tasks)
+    assert [*row.pass_at] == [f"pass@{k}" for k in expected]
+
+
+def test_accuracies_that_are_shares_have_no_pass_at_k(tmp_path):
+    setup, tasks = sampled_setup(tmp_path, 4, 0.75)
+    row, _ = score_setup(setup, "strict", tasks)
+    assert (row.accuracy, row.pass_at) == (75, {})
+
+
+def test_problems_with_one_question_are_compared_by_their_ground_truth():
+    details = [{"question": "Solve.", "ground_truth": [number], "accuracy": float(number < 3)} for number in range(5)]
+    better = [detail | {"accuracy": 1.0} for detail in details]
+    result = compare("a", details, "b", better)
+    assert (result["shared"], result["accuracy_a"], result["b_better"]) == (5, 60, 2)
+
+
 # ---- d1's released rules: the published figures from d1's own files, and a small case for each of their faults
 
 PUZZLE = "Solve the following Sudoku puzzle: 0234341221434300\n"
