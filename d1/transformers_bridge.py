@@ -10,6 +10,7 @@ check_versions()  # first, because other versions may lack what is imported next
 
 import math
 import os
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -116,6 +117,7 @@ RECOMPUTE = (
 )
 PACKED = "packed_"  # prefix of a kernel's name: the same kernel, for rows of several texts
 READ_IN_ORDER = "HF_DEACTIVATE_ASYNC_LOAD"
+READING = threading.Lock()
 STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # as safetensors names them
 
 
@@ -165,28 +167,30 @@ def reading_weights(copies: bool, in_order: bool) -> Iterator[None]:
     """If weights are copied (`copies`), make Transformers 5.23 read files piece by piece: a mapped file would stay in
     memory next to the weights that were converted from it. `in_order`: read each weight only when it is needed, or
     threads read ahead while experts are stacked, up to the whole checkpoint. Delete this once `from_pretrained` takes
-    both, safetensors' `backend` and the environment variable, as arguments.
+    both, safetensors' `backend` and the environment variable, as arguments. Threads read one after another, because
+    they share both.
     """
     library: Any = modeling_utils
-    original_safe_open = library.safe_open
-    original_order = os.environ.get(READ_IN_ORDER)
 
     def open_without_mapping(*args: Any, **kwargs: Any) -> Any:
         kwargs["backend"] = "pread"
         return original_safe_open(*args, **kwargs)
 
-    if in_order:
-        os.environ[READ_IN_ORDER] = "1"
-    if copies:
-        library.safe_open = open_without_mapping
-    try:
-        yield
-    finally:
-        library.safe_open = original_safe_open
-        if original_order is None:
-            os.environ.pop(READ_IN_ORDER, None)
-        else:
-            os.environ[READ_IN_ORDER] = original_order
+    with READING:
+        original_safe_open = library.safe_open
+        original_order = os.environ.get(READ_IN_ORDER)
+        if in_order:
+            os.environ[READ_IN_ORDER] = "1"
+        if copies:
+            library.safe_open = open_without_mapping
+        try:
+            yield
+        finally:
+            library.safe_open = original_safe_open
+            if original_order is None:
+                os.environ.pop(READ_IN_ORDER, None)
+            else:
+                os.environ[READ_IN_ORDER] = original_order
 
 
 @contextmanager

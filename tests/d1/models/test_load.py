@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import re
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
     LlamaModel,
+    modeling_utils,
 )
 
 from d1.models import load_model, prepare
@@ -50,6 +53,17 @@ def pad(texts: list[Tensor], left: list[int], width: int, fill: int = 0) -> tupl
         ids[row, start : start + len(text)] = text
         mask[row, start : start + len(text)] = 1
     return ids, mask
+
+
+def test_threads_that_load_models_leave_the_library_and_the_environment_as_they_were(kind_dirs):
+    """Weights of a released LLaDA MoE are converted, for which the library's reader is replaced."""
+    reader, variables = modeling_utils.safe_open, dict(os.environ)
+    with ThreadPoolExecutor(4) as pool:
+        models = [*pool.map(load_model, [kind_dirs["lladamoe"], kind_dirs["llama"]] * 2)]
+    assert modeling_utils.safe_open is reader
+    assert dict(os.environ) == variables
+    for model, other in (models[::2], models[1::2]):
+        assert all(map(torch.equal, model.state_dict().values(), other.state_dict().values()))
 
 
 def test_padding_other_rows_and_batch_size_are_invisible(kind_dirs, kind, attention):
