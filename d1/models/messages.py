@@ -18,6 +18,7 @@ Options = Mapping[str, Any]  # what a chat template gets besides the messages
 
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names of a message's thoughts; templates read the first
 WEIGHTS = ("weight", "train", "training", "loss")  # whether a turn is trained on: OpenAI's name, Axolotl's, ms-swift's
+LABELS = {"true": 1, "1": 1, "1.0": 1, "false": -1, "0": -1, "0.0": -1}  # of a good completion and of a bad one
 SENDERS = {  # ShareGPT's names of roles
     "human": "user",
     "user": "user",
@@ -308,6 +309,15 @@ def read_weight(message: Message) -> bool | None:
     if not weights:
         return None
     return all(weights)
+
+
+def sign_of(label: Any) -> int:
+    """1 for a completion with the label true, -1 for false; a csv file has them as text. Raises ValueError for anything
+    else."""
+    sign = LABELS.get(str(label).strip().lower())
+    if sign is None:
+        raise ValueError(f"the label is {label!r}, neither true nor false")
+    return sign
 
 
 # --- Values -----------------------------------------------------------------------------------------------------------

@@ -13,7 +13,16 @@ from typing import Any
 
 from datasets import Features, Value
 
-from d1.models.messages import SYSTEM, Message, Options, read_messages, require_text, template_options, whole_turns
+from d1.models.messages import (
+    SYSTEM,
+    Message,
+    Options,
+    read_messages,
+    require_text,
+    sign_of,
+    template_options,
+    whole_turns,
+)
 from d1.models.tokenizer import render_prompt, trained_ids
 from d1.runs.data import describe_row_error
 
@@ -290,14 +299,6 @@ def tokenize_row(
     except Exception as error:  # a chat template may raise anything
         return {"prompt_ids": [], "completions": [], "label": 0, "status": "bad", "problem": describe_row_error(error)}
     return {"prompt_ids": prompts[0], "completions": completions, "label": label, "status": "ok", "problem": ""}
-
-
-def sign_of(label: Any) -> int:
-    """1 for true, -1 for false; a csv file has them as text. Raises ValueError for anything else."""
-    sign = {"true": 1, "1": 1, "1.0": 1, "false": -1, "0": -1, "0.0": -1}.get(str(label).strip().lower())
-    if sign is None:
-        raise ValueError(f"the label is {label!r}, neither true nor false")
-    return sign
 
 
 def ids_of(

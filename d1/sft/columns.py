@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import re
 import string
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from datasets import Features, Value
+from datasets import Dataset
 
-from d1.models.messages import Message, require_text
+from d1.models.messages import Message, require_text, sign_of
 from d1.ranges import nearest
 from d1.rows import json_text
 
@@ -70,9 +71,11 @@ NO_NAME = "--template needs the name of a column in each pair of braces, as in {
 
 
 def require_cell(value: Any, name: str) -> None:
-    """Raise ValueError for a cell, or a part of one, that is null."""
+    """Raise ValueError for a cell, or a part of one, that is null or NaN, as pandas writes an empty cell."""
     if value is None:
         raise ValueError(f"{name} is null, which --template cannot fill in")
+    if isinstance(value, float) and math.isnan(value):
+        raise ValueError(f"{name} is NaN, which --template cannot fill in")
 
 
 class Template(string.Formatter):
@@ -156,10 +159,19 @@ def suggest_flags(columns: Sequence[str]) -> str:
     return f"{advice}, with a column's name for each word in capitals"
 
 
-def check_labels(features: Features) -> None:
-    """Raise ValueError for `prompt` and `completion` next to labels: completions with false are not to be learnt."""
-    is_labelled = features.keys() >= {"prompt", "completion", "label"} and features["label"] == Value("bool")
-    if is_labelled and "messages" not in features:
+def check_labels(data: Dataset) -> None:
+    """Raise ValueError for `prompt` and `completion` next to labels: completions with false are not to be learnt. A
+    column `label` with any other value says nothing about them."""
+    names = set(data.column_names)
+    if "messages" in names or not names >= {"prompt", "completion", "label"}:
+        return
+    labels = [cell for cell in data.with_format(None)["label"][:] if cell not in (None, "")]
+    try:
+        for label in labels:
+            sign_of(label)
+    except ValueError:
+        return
+    if labels:
         raise ValueError(
             "the column label says whether a completion is good or bad, and SFT would train on both: use "
             "`d1 prefer --method elbo-kto`, or keep the good rows and remove this column"

@@ -266,7 +266,7 @@ def preprocess_dataset(
     if template is not None:
         check_template(template, data.column_names)
     elif function is None:
-        check_labels(data.features)
+        check_labels(data)
     options = {
         "tokenizer": tokenizer,
         "max_length": max_length,

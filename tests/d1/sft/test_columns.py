@@ -76,9 +76,10 @@ def test_a_template_may_name_a_column_with_dots() -> None:
     assert trained(rows, "{meta.q}", "{a[0]}") == [("q", "a")]
 
 
-def test_what_a_template_cannot_fill_in_is_named() -> None:
-    rows = [{"q": "q", "none": None}, {"q": "q", "none": None}]
-    with pytest.raises(ValueError, match="row 0: none is null, which --template cannot fill in"):
+@pytest.mark.parametrize(("cell", "name"), [(None, "null"), (float("nan"), "NaN")])
+def test_what_a_template_cannot_fill_in_is_named(cell: Any, name: str) -> None:
+    rows = [{"q": "q", "none": cell}, {"q": "q", "none": cell}]
+    with pytest.raises(ValueError, match=f"row 0: none is {name}, which --template cannot fill in"):
         prepare(rows, template=("{q}", "{none}"))
 
 
@@ -244,8 +245,30 @@ def test_completions_with_labels_are_preferences(tmp_path: Path) -> None:
     chosen = [row for row in rows if row["label"]]
     assert trained(Dataset.from_list(chosen).remove_columns("label")) == [("a", "good")]
     assert trained(Dataset.from_list(rows[:1]), "{prompt}", "{completion}") == [("a", "good")]
-    # A label of another kind says nothing about the completion.
-    assert trained(Dataset.from_list([{"prompt": "a", "completion": "b", "label": 0}])) == [("a", "b")]
+
+
+@pytest.mark.parametrize(
+    ("good", "bad"), [(True, False), (1, 0), (1.0, 0.0), ("True", "false"), ("1", "0"), (1, False), ("true", 0)]
+)
+@pytest.mark.parametrize("ending", ["jsonl", "csv"])
+def test_labels_that_preference_training_reads_are_refused(good: Any, bad: Any, ending: str, tmp_path: Path) -> None:
+    file = tmp_path / f"rows.{ending}"
+    cells = [("good", good), ("bad", bad), ("unknown", None)]
+    if ending == "jsonl":
+        lines = [json.dumps({"prompt": "a", "completion": text, "label": label}) for text, label in cells]
+    else:
+        lines = ["prompt,completion,label"] + [f"a,{text},{'' if label is None else label}" for text, label in cells]
+    file.write_text("".join(line + "\n" for line in lines))
+    with pytest.raises(ValueError, match=r"the column label says whether a completion is good or bad"):
+        prepare(load_rows(str(file)))
+
+
+@pytest.mark.parametrize("labels", [(2, 0), ("sport", "news"), (True, "unsure"), (None, None)])
+def test_labels_of_another_kind_say_nothing_about_a_completion(labels: tuple[Any, ...], tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    lines = [json.dumps({"prompt": "a", "completion": "b", "label": label}) for label in labels]
+    file.write_text("".join(line + "\n" for line in lines))
+    assert len(prepare(load_rows(str(file)))) == 2
 
 
 def test_a_file_of_columns_is_called_by_their_names(tmp_path: Path) -> None:
