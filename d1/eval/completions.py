@@ -48,7 +48,7 @@ from d1.models.kinds import check_room
 from d1.models.load import load_on_device, named_dtype
 from d1.models.memory import check_memory
 from d1.models.precision import cpu_runs_bf16
-from d1.models.tokenizer import encode_prompt, end_ids, load_tokenizer, render_prompt
+from d1.models.tokenizer import check_prompt, encode_prompt, end_ids, load_tokenizer, render_prompt, unread_variables
 from d1.runs.record import CONTENTS, IMPORTS, hash_file, hash_model, hash_settings
 from d1.sampling import Rollout, eos_cut, rollout_stream
 from d1.sampling.graphs import set_compile
@@ -120,6 +120,10 @@ def read_prompts(args: EvalRun, task: ModuleType, tokenizer: Any, config: Any = 
     questions = rows.select(indices)["question"]
     shots = few_shot_messages(task, shots_of(task, args.few_shot), args.seed, args.few_shot_file, questions)
     turns = make_turns(args, tokenizer, config)
+    template_options = args.chat_template_kwargs or {}
+    for note in unread_variables(tokenizer, template_options):
+        logger.warning(note)
+    checked_roles = set()  # of prompts that the template writes in full
     prompts = []
     for index in indices:
         row = rows[index]
@@ -135,7 +139,11 @@ def read_prompts(args: EvalRun, task: ModuleType, tokenizer: Any, config: Any = 
                 )
         messages, options = turns.add_instructions(insert_shots(shots, [*earlier, {**last, "content": content}]))
         try:
-            text = render_prompt(tokenizer, messages, **(args.chat_template_kwargs or {}), **options)
+            text = render_prompt(tokenizer, messages, **template_options, **options)
+            roles = tuple(message.get("role") for message in messages)
+            if roles not in checked_roles:
+                check_prompt(tokenizer, messages, {**template_options, **options})
+                checked_roles.add(roles)
             if args.add_reasoning:
                 text += "<reasoning>"
             ids = encode_prompt(tokenizer, text)

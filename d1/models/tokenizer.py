@@ -99,6 +99,9 @@ def load_tokenizer(
             raw = raw_config(base)
             kind = KINDS.get(released_kind(raw), Kind())
     tokenizer = cls.from_pretrained(folder, **options, **special_tokens(tokenizer, raw, kind))
+    rows = embedding_rows(raw)
+    if rows is not None and max(tokenizer.get_vocab().values()) >= rows:
+        tokenizer.embedding_rows = rows  # for `check_embedded`
     if tokenizer.chat_template is None and plain_chat_template:
         tokenizer.chat_template = PLAIN_CHAT_TEMPLATE
     return tokenizer
@@ -115,11 +118,16 @@ def tokenizer_folder(path: str) -> str:
     return folder
 
 
+def embedding_rows(raw: Mapping[str, Any]) -> int | None:
+    """The rows of the embedding that the config `raw` describes, if it says so."""
+    return raw.get("embedding_size") or raw.get("vocab_size")
+
+
 def special_tokens(tokenizer: PreTrainedTokenizerBase, raw: dict[str, Any], kind: Kind) -> dict[str, str]:
     """The tokenizer's special tokens; one that it lacks comes from the id in the config `raw`, or is a usual one."""
     folder = tokenizer.name_or_path
     vocab = tokenizer.get_vocab()
-    rows = raw.get("embedding_size") or raw.get("vocab_size") or len(vocab)
+    rows = embedding_rows(raw) or len(vocab)
     names = ["eos_token", "pad_token", "eot_token"]
     if not kind.uniform_noise:
         names.insert(0, "mask_token")
@@ -145,9 +153,12 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase, raw: dict[str, Any], kind
         if token is None and name in ("pad_token", "eot_token"):
             token = special["eos_token"]
         if token is None:
+            article, advice = "an", ""
+            if name == "mask_token":
+                article, advice = "a", ", or add a mask token with `python -m d1 a2d`"
             raise ValueError(
-                f"{folder}: neither the tokenizer nor config.json names a {name}: name one in "
-                "special_tokens_map.json, or add a mask token with `python -m d1 a2d`"
+                f"{folder}: neither the tokenizer nor config.json names {article} {name}: name one in "
+                f"special_tokens_map.json{advice}"
             )
         if token not in vocab:
             raise ValueError(f"{folder}: {name} {token!r} is not in the tokenizer")
@@ -276,9 +287,11 @@ def with_text_arguments(message: Message) -> Message:
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """The ids of a text that `render_prompt` wrote; ValueError for a mask token, and as `encode_text`."""
+    """The ids of a text that `render_prompt` wrote; ValueError for a mask token, for a token that the model's embedding
+    lacks, and as `encode_text`."""
     ids = encode_text(tokenizer, text)
     check_no_mask(tokenizer, ids)
+    check_embedded(tokenizer, ids)
     return ids
 
 
@@ -291,6 +304,7 @@ def encode_prompts(tokenizer: Any, prompts: Sequence[Sequence[Message]], **optio
         encoded = [list(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
         for ids in encoded:
             check_no_mask(tokenizer, ids)
+            check_embedded(tokenizer, ids)
     except Exception:  # a template can raise anything
         return None
     return encoded
@@ -308,6 +322,20 @@ def check_no_mask(tokenizer: Any, ids: Collection[int], mask_token_id: int | Non
     if mask_token_id is not None and mask_token_id in ids:
         token = tokenizer.convert_ids_to_tokens(mask_token_id)
         raise ValueError(f"the mask token {token} is in the text, and the model would fill it in: write it differently")
+
+
+def check_embedded(tokenizer: Any, ids: Collection[int]) -> None:
+    """Raise ValueError for an id that the model's embedding has no row for, of a token that was added to the tokenizer
+    alone. `load_tokenizer` notes the number of rows if there are such tokens."""
+    rows = getattr(tokenizer, "embedding_rows", None)
+    if rows is None:
+        return
+    for number in ids:
+        if number >= rows:
+            raise ValueError(
+                f"the token {tokenizer.convert_ids_to_tokens(number)!r} with id {number} is in the text, and the "
+                f"model's embedding has {rows} rows: write it differently, or remove it from the tokenizer"
+            )
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
@@ -373,6 +401,7 @@ CUT_OFF = "messages after the assistant's last turn are left out"
 ONE_TURN = "a weight is on an earlier turn, and the last alone is trained on (--assistant_only_loss trains on all)"
 NO_NAMES = "the chat template does not write the name of a message, which is left out"
 NO_VARIABLE = "the chat template reads no {} of chat_template_kwargs, which changes nothing"
+UNKNOWN = "the tokenizer has no token for a part of the answer, which is trained on as {}"
 NO_STOP = "the chat template ends earlier turns of the assistant without a token for it, so they do not teach to stop"
 
 
@@ -445,6 +474,9 @@ def encode_turns(
         trained += [is_trained] * (len(ids) - count)
     if start == len(ids):
         raise ValueError(f"{answer} has no tokens")
+    unknown = tokenizer.unk_token_id
+    if unknown in ids and unknown not in end_ids(tokenizer) and (unknown, True) in zip(ids, trained, strict=True):
+        notes.append(UNKNOWN.format(tokenizer.unk_token))
     if ids[-1] != tokenizer.eos_token_id:
         ids = [*ids, tokenizer.eos_token_id]
         trained.append(True)
@@ -462,6 +494,7 @@ def extend_ids(ids: list[int], before: str, part: str, tokenizer: PreTrainedToke
     for part_ids in encodings_after(tokenizer, part):
         if decode_text(tokenizer, ids + part_ids) == text:
             check_no_mask(tokenizer, part_ids)
+            check_embedded(tokenizer, part_ids)
             return ids + part_ids
     return ids + encode_prompt(tokenizer, part)
 
@@ -726,7 +759,13 @@ def omission_notes(messages: list[Message], tokenizer: Any, options: Options) ->
         text = render(tokenizer, messages, options, add_generation_prompt=True)
         if text == render(tokenizer, nameless, options, add_generation_prompt=True):
             notes.append(NO_NAMES)
+    return notes + unread_variables(tokenizer, options)
+
+
+def unread_variables(tokenizer: Any, options: Options) -> list[str]:
+    """A note about each of a chat template's arguments that it does not read."""
     template = select_template(tokenizer, options) or ""
+    notes = []
     for name in options:
         if name not in TEMPLATE_COLUMNS and name not in template:
             notes.append(NO_VARIABLE.format(name))
@@ -737,6 +776,22 @@ def encode_question(tokenizer: PreTrainedTokenizerBase, messages: list[Message],
     """The ids of a conversation up to where the model answers; `messages` and `options` are those of `conversation_of`.
     ValueError as `encode_prompt`, and if the template leaves out a part of it; thoughts of earlier turns may be."""
     text = render(tokenizer, messages, options, add_generation_prompt=True)
+    check_question(tokenizer, messages, options)
+    return encode_prompt(tokenizer, text)
+
+
+def check_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], options: Options) -> None:
+    """Raise ValueError if the chat template leaves out a part of a task's prompt, whose messages may have lists of
+    parts, and null in fields that others have."""
+    filled = []
+    for message in with_texts(messages):
+        fields = {name: value for name, value in message.items() if value is not None}
+        filled.append({"role": "", "content": "", **fields})
+    check_question(tokenizer, filled, options)
+
+
+def check_question(tokenizer: PreTrainedTokenizerBase, messages: list[Message], options: Options) -> None:
+    """Raise ValueError if the template leaves out a part of a conversation that the model is to answer."""
     copies, marked_options, marks = add_marks(messages, options, chosen=())
     try:
         written = render(tokenizer, copies, marked_options, add_generation_prompt=True)
@@ -745,7 +800,6 @@ def encode_question(tokenizer: PreTrainedTokenizerBase, messages: list[Message],
     for mark in marks:
         if mark.word not in written:
             check_not_left_out(mark, messages, tokenizer, options, chosen=())
-    return encode_prompt(tokenizer, text)
 
 
 @dataclass(frozen=True)
@@ -811,6 +865,9 @@ def add_marks(
     if "tools" in options:
         marked_options["tools"] = []
         for tool in options["tools"]:
+            if callable(tool):  # described by Transformers
+                marked_options["tools"].append(tool)
+                continue
             name = name_of_tool(tool)
             function = dict(tool.get("function") or tool)
             function["name"] = mark(f"tools ({name})")(name)

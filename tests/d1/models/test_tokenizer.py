@@ -66,8 +66,12 @@ NAMED = {"eos_token": "<|endoftext|>", "bos_token": "<|startoftext|>", "pad_toke
             "id 4, but config.json says mask_token_id 2: correct",
         ),
         ({"mask_token_id": 11}, {}, "names a mask_token"),
-        ({}, {}, "neither the tokenizer nor config.json names a mask"),
-        ({}, {"mask_token": "<|mdm_mask|>", "eos_token": None}, "names a eos_token"),
+        ({}, {}, "nor config.json names a mask_token: name one in .*, or add a mask token with `python -m d1 a2d`"),
+        (
+            {},
+            {"mask_token": "<|mdm_mask|>", "eos_token": None},
+            "names an eos_token: name one in special_tokens_map.json$",
+        ),
         ({"vocab_size": 6}, {"mask_token": "<|eot_id|>", "eos_token": "a"}, "id 7, outside the model's embedding"),
     ],
 )
