@@ -76,6 +76,22 @@ class Range:
         except ValueError:
             raise argparse.ArgumentTypeError(f"must be {self}, got {text!r}") from None
 
+    def convert(self, value: Any) -> Any:
+        """A value of a yaml file as a number, or a list of numbers: text such as 1e-1, which YAML does not read as one,
+        and 2.0 where whole numbers are asked for. Anything else is unchanged, for `check_ranges`."""
+        if self.many and isinstance(value, list):
+            single = replace(self, many=False)
+            return [single.convert(item) for item in value]
+        if not isinstance(value, str | float):
+            return value
+        try:
+            number = float(value)
+        except ValueError:
+            return value
+        if self.integer and number.is_integer():
+            return int(number)
+        return number
+
 
 NUMBER = Range()
 AMOUNT = Range(0)

@@ -13,20 +13,20 @@ Add `--resume_from_checkpoint true` to continue a stopped run.
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, get_args, get_origin, get_type_hints
 
-import yaml
 from trl import ModelConfig, TrlParser
 
 from d1.files import check_output_dir
-from d1.ranges import check_ranges
+from d1.ranges import check_ranges, ranges_of
 from d1.rl.config import INHERITED, DiffuGRPOConfig
 from d1.rl.methods import CANVAS, METHODS, SCHEDULE, Method
 from d1.rl.tables import find_method
-from d1.runs.cli import check_repeats, quick_imports, refuse_flags, run_script, show_defaults
+from d1.runs.cli import quick_imports, read_settings, refuse_flags, run_script, show_defaults
 from d1.runs.flag_names import hints_of_flags
 
 if TYPE_CHECKING:
@@ -42,6 +42,8 @@ RENAMED = {  # settings of the original d1 that TRL and Transformers no longer h
     "overwrite_output_dir": "resume_from_checkpoint, or an output_dir of its own for each run",
     "wandb_log_unique_prompts": "log_unique_prompts",
 }
+
+EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 
 # The first field of each section of `DiffuGRPOConfig` -> the title of its flags in --help
 SECTIONS = {
@@ -145,12 +147,9 @@ class Parser(TrlParser):
             files = [file for flag, file in pairwise(words) if flag == "--config"]
             self.error(f"argument --config: give --config once, got {' and '.join(files)} (with run.sh: CONFIG=FILE)")
         self.read_method(words)
-        try:
-            if "--config" in words:
-                check_repeats(words[words.index("--config") + 1])
-            return super().parse_args_and_config(words, *more, **kwargs)
-        except yaml.YAMLError as error:
-            raise ValueError(f"the --config file is not valid yaml: {error}") from error
+        if "--config" in words:
+            check_names(words[words.index("--config") + 1])
+        return super().parse_args_and_config(words, *more, **kwargs)
 
     def read_method(self, args: list[str]) -> None:
         """Makes the method named on the command line set the defaults, before any value is checked."""
@@ -203,12 +202,53 @@ class Parser(TrlParser):
                 raise ValueError(f"{alias} and {name} in the --config file are one setting: keep one")
             config[name] = config.pop(alias)
 
+        # Values, as on a command line
+        hints = get_type_hints(DiffuGRPOConfig) | get_type_hints(ModelConfig)
+        ranges = INHERITED | ranges_of(DiffuGRPOConfig)
+        for name, value in config.items():
+            if name in hints:
+                check_container(name, value, hints[name])
+            if name in ranges:
+                config[name] = ranges[name].convert(value)
+            elif name.endswith("_kwargs"):
+                config[name] = read_exponents(value)
+        if config.get("report_to", "none") is None:
+            config["report_to"] = "none"
+
         # The method's values
         if self.named:  # the method of the command line overrides the file
             config = self.named.under(config | self.together)
         else:  # the file's other lines override its method
             config = find_method(config.get("method", "d1")).under(config | self.together) | config
         return super().set_defaults_with_config(**config)
+
+
+def check_names(file: str) -> None:
+    """Raises ValueError if a yaml file gives a setting twice, or a name that is no text, such as 5 or yes."""
+    settings = read_settings(file)
+    for name in settings:
+        if not isinstance(name, str):
+            raise ValueError(f"--config {file}: the name {name!r} is no text: lines are NAME: VALUE")
+
+
+def check_container(name: str, value: Any, hint: Any) -> None:
+    """Raises ValueError for a list or a mapping where a setting is text, by its type `hint`, and takes none."""
+    kinds = {get_origin(kind) or kind for kind in get_args(hint) or (hint,)}
+    if isinstance(value, list | dict) and str in kinds and type(value) not in kinds:
+        described = "a list" if isinstance(value, list) else "a mapping"
+        expected = "a mapping" if dict in kinds else "text"
+        raise ValueError(f"{name} in the --config file must be {expected}, got {described}: {value!r:.80}")
+
+
+def read_exponents(value: Any) -> Any:
+    """The value of a yaml file with numbers in place of texts such as 1e-1, which YAML does not read as numbers."""
+    if isinstance(value, dict):
+        return {name: read_exponents(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [read_exponents(item) for item in value]
+    if isinstance(value, str) and EXPONENT.fullmatch(value):
+        return float(value)
+    return value
 
 
 class HelpAll(argparse.Action):

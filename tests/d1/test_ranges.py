@@ -9,7 +9,7 @@ import functools
 import io
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -231,3 +231,23 @@ def test_the_settings_of_sft_are_its_flags() -> None:
     given = SFTConfig(template=["{a}", "{b}"], lora_target_modules=["x", "y"], eos_padding=8, packing=True)
     assert COMMANDS["sft"].parser.parse_args(words) == given
     assert SFTConfig().lora_target_modules is not SFTConfig().lora_target_modules
+
+
+@pytest.mark.parametrize(
+    ("limits", "value", "expected"),
+    [
+        (COUNT, 2.0, "2"),
+        (COUNT, "1e2", "100"),
+        (COUNT, 2.5, "2.5"),
+        (COUNT | None, None, "None"),
+        (COUNT | "auto", "auto", "'auto'"),
+        (COUNT, True, "True"),
+        (COUNT, "nan", "nan"),
+        (SHARE, 1, "1"),
+        (SHARE, "1e-1", "0.1"),
+        (replace(COUNT, many=True), [2.0, "3", "x"], "[2, 3, 'x']"),
+        (replace(SHARE, many=True), "x", "'x'"),
+    ],
+)
+def test_numbers_of_a_yaml_file_get_the_type_of_their_range(limits: Range, value: Any, expected: str) -> None:
+    assert repr(limits.convert(value)) == expected

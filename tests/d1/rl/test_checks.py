@@ -583,3 +583,62 @@ def test_the_readmes_objective_pays_for_no_old_log_probs(tiny_model_dir, tmp_pat
     assert more / compute == (4 + 6 + 2) / (4 + 6)
     free, paying = (weights(trainer.model) for trainer in trainers)
     assert all(torch.equal(weight, paying[name]) for name, weight in free.items())
+
+
+# --- Values of a config file ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("reward_weights: [1e-1, 2, 0.5]", [0.1, 2, 0.5]),
+        ("max_steps: 2.0", 2),
+        ("max_steps: '2'", 2),
+        ("num_iterations: 2.0", 2),
+        ("gradient_accumulation_steps: 1.0", 1),
+        ("save_steps: 0.5", 0.5),
+        ("save_steps: 20.0", 20),
+        ("max_completion_length: 1e2", 100),
+        ("learning_rate: 2e-5", 2e-5),
+        ("beta: 1e-2", 0.01),
+        ("run_name: 1e1", "1e1"),
+        ("lora_r: 8.0", 8),
+        ("lora_target_modules: [q_proj, v_proj]", ["q_proj", "v_proj"]),
+        ("lr_scheduler_kwargs: {min_lr_rate: 1e-1}", {"min_lr_rate": 0.1}),
+        ("chat_template_kwargs: {enable_thinking: false, year: '2024'}", {"enable_thinking": False, "year": "2024"}),
+        ("report_to: null", []),
+        ("report_to: none", []),
+    ],
+)
+def test_values_of_a_config_file_have_the_types_of_the_flags(line, expected, tmp_path):
+    name = line.partition(":")[0]
+    (tmp_path / "run.yaml").write_text(line)
+    flags = [str(word) for flag, value in HERE.items() for word in (f"--{flag}", value)]
+    args, model_args = make_parser().parse_args_and_config([*flags, "--config", str(tmp_path / "run.yaml")])
+    value = getattr(args if hasattr(args, name) else model_args, name)
+    assert value == expected
+    if not isinstance(value, dict):
+        assert str(value) == str(expected)  # 2 and 2.0 are equal
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("reward_weights: [x]", r"out of range: --reward_weights x"),
+        ("max_steps: 2.5", r"out of range: --max_steps 2.5"),
+        ("num_iterations: true", r"out of range: --num_iterations True"),
+        ("num_iterations: [1, 2]", r"out of range: --num_iterations 1 2"),
+        ("dataset: [a, b]", r"dataset in the --config file must be text, got a list: \['a', 'b'\]"),
+        ("model_path: {a: 1}", r"model_path in the --config file must be text, got a mapping: {'a': 1}"),
+        (
+            "chat_template_kwargs: [1]",
+            r"chat_template_kwargs in the --config file must be a mapping, got a list: \[1\]",
+        ),
+        ("5: 1", r"--config .*run.yaml: the name 5 is no text: lines are NAME: VALUE"),
+        ("? [a]\n: 1", r"--config .*run.yaml is no yaml"),
+        ("- a", r"--config .*run.yaml must have lines NAME: VALUE"),
+    ],
+)
+def test_a_config_file_with_values_of_another_kind_is_refused_when_it_is_read(line, problem, tmp_path):
+    with pytest.raises(ValueError, match=problem):
+        parsed(yaml=line, tmp_path=tmp_path)
