@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 PREFIX = "base_model.model."  # PEFT writes it before the name of each module
 WEIGHTS_FILE = "adapter_model.safetensors"
+OLD_WEIGHTS_FILE = "adapter_model.bin"
 JOINED = "query_key_value"  # LLaDA2's projection of queries, keys and values in one
 DRAFTS = ("linear_spec_lora",)  # adapters that come with Nemotron, for drafts that its causal mode would verify
 LEARNT_FILE = "learnt.json"  # `learnt_fields` of an adapter, whose folder has no config.json
@@ -127,9 +128,24 @@ def adapter_chain(path: str, adapter: str | Path | Sequence[str | Path] | None) 
                 f"adapter {path} names no base model: base_model_name_or_path in adapter_config.json is {base!r}: use "
                 "load_model(base, adapter=...)"
             )
+        try:
+            check_model_path(base)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(
+                f"adapter {path} was trained on {base} (base_model_name_or_path in adapter_config.json), which is not "
+                "there: correct that field, or, with d1 eval and d1 serve, name the base with --model_path and the "
+                f"adapter with --checkpoint_path ({error})"
+            ) from error
         path = base
-        check_model_path(path)
     return path, adapters
+
+
+def check_has_weights(folder: str) -> None:
+    """Raise FileNotFoundError for the folder of an adapter without weights, which PEFT would look for on the hub."""
+    if Path(folder).is_dir() and not any(Path(folder, name).is_file() for name in (WEIGHTS_FILE, OLD_WEIGHTS_FILE)):
+        raise FileNotFoundError(
+            f"adapter {folder} has no weights, neither {WEIGHTS_FILE} nor {OLD_WEIGHTS_FILE}: copy or download it again"
+        )
 
 
 def location_of(path: str) -> str:
@@ -363,7 +379,12 @@ def cast_outside_autocast(layer: Any, args: tuple[Tensor, ...]) -> None:
 
 def merge_adapter(model: PeftModel, folder: str | Path) -> PreTrainedModel:
     """Fold the active adapter into the weights; an adapter that is trained next records `folder`, or its hub name, as
-    its base. An adapter on tied weights unties them."""
+    its base. An adapter on tied weights unties them. ValueError for one with biases, which PEFT cannot fold in."""
+    if any(getattr(config, "lora_bias", False) for config in model.peft_config.values()):
+        raise ValueError(
+            f"adapter {folder} has biases (lora_bias in adapter_config.json), which PEFT cannot merge: keep it as an "
+            "adapter, or train one without them"
+        )
     untie_adapted(model)
     merged = model.merge_and_unload()
     merged.requires_grad_(True)  # PEFT froze the base's weights

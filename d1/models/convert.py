@@ -25,6 +25,7 @@ from transformers.utils import find_adapter_config_file
 from d1.files import check_index, check_output_dir, give_usual_mode, read_object, writing
 from d1.models.adapters import (
     adapter_chain,
+    check_has_weights,
     add_adapter,
     check_model_path,
     export_adapter,
@@ -72,6 +73,8 @@ def merge(base: str, adapters: list[str], out: str, dtype: str = "auto", device:
     the tokenizer of the last adapter that has one, else that of the base. `dtype` "auto" is that of the base."""
     folder = fresh_folder(out)
     path, chain = adapter_chain(base, adapters)
+    for adapter in chain:
+        check_has_weights(adapter)
     warn_of_other_base(path, chain)
     tokenizer = read_tokenizer(path, chain)
     snapshot = snapshot_folder(path)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from transformers import PreTrainedConfig
 
-from d1.models.adapters import adapter_chain
+from d1.models.adapters import adapter_chain, check_has_weights
 from d1.models.kinds import Kind, default_gen_length, native_config
 
 
@@ -35,6 +35,8 @@ class ModelFolder:
     def read(cls, path: str | Path, adapter: str | Path | Sequence[str | Path] | None = None) -> ModelFolder:
         """The model at `path`, with the given adapters. ValueError or OSError if one is missing or not supported."""
         base, adapters = adapter_chain(str(path), adapter)
+        for folder in adapters:
+            check_has_weights(folder)
         config, kind = native_config(base)
         return cls(str(path), base, tuple(adapters), config, kind)
 

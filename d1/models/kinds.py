@@ -315,13 +315,19 @@ def raw_config(path: str) -> dict[str, Any]:
 
 def default_gen_length(path: str, config: Any) -> int | None:
     """The length of a completion that the model's folder or hub repository names, `max_new_tokens` of its
-    `generation_config.json`. None if it names none, or one without room for a prompt in a model of this `config`."""
+    `generation_config.json`. None if it names none, or one without room for a prompt in a model of this `config`.
+    ValueError for a file with values that cannot be."""
     from transformers import GenerationConfig
 
     try:
         length = GenerationConfig.from_pretrained(path).max_new_tokens
     except OSError:  # there is no such file
         return None
+    except (TypeError, ValueError) as error:  # a text is compared with 0
+        raise ValueError(
+            f"generation_config.json of {path} has a value that cannot be used ({error}): correct or remove it; "
+            "max_new_tokens is a whole number above 0"
+        ) from error
     room = max_positions(config)
     if length is None or (room is not None and length >= room):
         return None

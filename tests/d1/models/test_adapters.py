@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from d1.models import load_model, load_tokenizer
 from d1.models.adapters import lora_targets, merge_adapter, skip_input_casts
 from d1.models.convert import export, merge, write_weights
+from d1.models.folder import ModelFolder
 from d1.models.kinds import KINDS
 from d1.rl import train as rl
 from d1.sft import train as sft
@@ -160,6 +162,40 @@ def test_what_does_not_fit_or_names_no_base_is_an_error(kind_dirs, tmp_path, lla
     save_file(weights | {"base_model.model.model.layers.9.self_attn.q_proj.lora_A.weight": strange}, file)
     with pytest.raises(ValueError, match=r"does not fit the model: missing \['.*\], unexpected \['.*layers\.9"):
         load_model(base, adapter=folder)
+
+
+@pytest.mark.parametrize("base", ["/home/alice/base", "../no/base", "some/base"])
+def test_a_base_that_is_not_there_is_named_with_the_adapter_and_the_remedy(base, tmp_path):
+    config = {"peft_type": "LORA", "base_model_name_or_path": base, "target_modules": ["q_proj"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    message = (
+        rf"^adapter {tmp_path} was trained on {re.escape(base)} \(base_model_name_or_path in adapter_config.json\), "
+        r"which is not there: correct that field, or, .* --model_path and the adapter with --checkpoint_path \(.*\)$"
+    )
+    with pytest.raises(FileNotFoundError, match=message):
+        load_model(tmp_path)
+
+
+def test_an_adapter_without_weights_is_refused_before_its_base_is_read(kind_dirs, tmp_path, monkeypatch):
+    model: Any = load_model(kind_dirs["llama"])
+    expected = train_adapter(model, tmp_path)
+    weights = tmp_path / "adapter_model.safetensors"
+    torch.save(load_file(weights), tmp_path / "adapter_model.bin")
+    weights.unlink()
+    assert_near(logits_of(load_model(tmp_path)), expected)
+    (tmp_path / "adapter_model.bin").unlink()
+    for folders in ([tmp_path], [kind_dirs["llama"], tmp_path]):
+        with pytest.raises(FileNotFoundError, match=rf"^adapter {tmp_path} has no weights, neither adapter_model.safe"):
+            ModelFolder.read(*folders)
+    with pytest.raises(FileNotFoundError, match=r"has no weights"):
+        merge(str(kind_dirs["llama"]), [str(tmp_path)], str(tmp_path / "out"))
+
+
+def test_an_adapter_with_biases_is_not_merged(kind_dirs, tmp_path):
+    model: Any = load_model(kind_dirs["llama"])
+    get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], lora_bias=True)).save_pretrained(str(tmp_path))
+    with pytest.raises(ValueError, match=rf"adapter {tmp_path} has biases \(lora_bias in adapter_config.json\)"):
+        merge_adapter(load_model(tmp_path), tmp_path)
 
 
 def test_an_adapter_made_on_a_relative_path_loads_from_anywhere(kind_dirs, tmp_path, monkeypatch):

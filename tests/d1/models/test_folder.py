@@ -20,6 +20,7 @@ def test_a_folder_names_base_adapters_and_the_length_of_completions(tiny_model_d
     (adapter / "adapter_config.json").write_text(
         json.dumps({"peft_type": "LORA", "base_model_name_or_path": str(base), "target_modules": ["q_proj"]})
     )
+    (adapter / "adapter_model.safetensors").touch()
     folder = ModelFolder.read(adapter)
     assert (folder.path, folder.base, folder.adapters) == (str(adapter), str(base), (str(adapter),))
     assert ModelFolder.read(base, adapter).adapters == (str(adapter),)

@@ -143,6 +143,10 @@ def test_a_model_that_names_no_length_has_that_of_the_command(tiny_model_dir: Pa
     for length, expected in ((24, 24), (512, None), (2048, None)):  # 512 positions leave no room for a prompt
         (folder / "generation_config.json").write_text(json.dumps({"max_new_tokens": length}))
         assert default_gen_length(str(folder), config) == expected
+    for length in ("128", -1, [1]):
+        (folder / "generation_config.json").write_text(json.dumps({"max_new_tokens": length}))
+        with pytest.raises(ValueError, match=rf"generation_config.json of {folder} has a value that cannot be used"):
+            default_gen_length(str(folder), config)
 
 
 def test_evaluation_and_distillation_take_the_models_own_length(tiny_model_dir: Path, tmp_path: Path) -> None:
