@@ -36,6 +36,8 @@ from transformers.models.llama.modeling_llama import LlamaModel
 from transformers.models.llama.modeling_llama import rotate_half as rotate_half
 from transformers.utils import cached_file
 
+from d1.files import read_object
+
 try:
     from transformers.core_model_loading import Split as Split
 except ImportError:  # before Transformers 5.20. Delete this, and the class, once 5.20 is the oldest version
@@ -138,7 +140,7 @@ def stored_weights(path: str) -> Iterator[tuple[str, torch.dtype | None, int, Pa
 
 def stored_types(path: str) -> Iterator[tuple[str, str, int, Path]]:
     """`stored_weights` with the name that safetensors has for each dtype."""
-    for file_path in sorted(Path(path).glob("*.safetensors")):
+    for file_path in weight_files(Path(path)):
         try:
             opened = safe_open(file_path, framework="pt")
         except SafetensorError as error:
@@ -147,6 +149,19 @@ def stored_types(path: str) -> Iterator[tuple[str, str, int, Path]]:
             for name in list(file.keys()):
                 weight = file.get_slice(name)
                 yield name, weight.get_dtype(), math.prod(weight.get_shape()), file_path
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files of safetensors that Transformers reads in a local folder: the single one, else those of the index, else
+    all. A folder may hold others, such as an optimizer's."""
+    single = folder / "model.safetensors"
+    index = folder / "model.safetensors.index.json"
+    if single.is_file():
+        return [single]
+    if index.is_file():
+        names = sorted({*read_object(index)["weight_map"].values()})
+        return [folder / name for name in names if (folder / name).is_file()]
+    return sorted(folder.glob("*.safetensors"))
 
 
 def checkpoint_dtype(path: str) -> torch.dtype | str:

@@ -25,8 +25,8 @@ from transformers.utils import find_adapter_config_file
 from d1.files import check_index, check_output_dir, give_usual_mode, read_object, writing
 from d1.models.adapters import (
     adapter_chain,
-    check_has_weights,
     add_adapter,
+    check_has_weights,
     check_model_path,
     export_adapter,
     merge_adapter,
@@ -438,6 +438,7 @@ def read_autoregressive(source: str, mask_token: str) -> tuple[Any, Any]:
         refuse_masked_model(source, config, kind, raw_config(source), tokenizer_mask, mask_token)
         if tokenizer is None:
             raise FileNotFoundError(f"{source} has no tokenizer, which a2d needs: none of {', '.join(VOCABULARIES)}")
+        check_has_eos(source, tokenizer, config)
         return load_model(snapshot_folder(source), "auto"), tokenizer
     gguf_types(file)  # raises first: the errors of Transformers for a damaged file are less clear
     config = gguf_config(file)
@@ -445,7 +446,17 @@ def read_autoregressive(source: str, mask_token: str) -> tuple[Any, Any]:
     check_loaded(str(file), report)
     check_all_used(file, model)
     refuse_masked_model(str(file), config, kind_of(config), vars(config), tokenizer.mask_token, mask_token)
+    check_has_eos(source, tokenizer, config)
     return prepare(model), tokenizer
+
+
+def check_has_eos(source: str, tokenizer: Any, config: Any) -> None:
+    """Raise ValueError if nothing names the token that ends a text: `load_tokenizer` would refuse the result."""
+    if tokenizer.eos_token is None and tokenizer.sep_token is None and config.eos_token_id in (None, []):
+        raise ValueError(
+            f"{source}: neither the tokenizer nor config.json names an eos_token, which ends an answer: name one in "
+            "tokenizer_config.json"
+        )
 
 
 def check_new_id(tokenizer: Any, mask_token: str, rows: int) -> None:

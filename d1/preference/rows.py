@@ -75,10 +75,24 @@ def check_implicit_prompt(features: Features, pair: Mapping[str, str]) -> None:
         return
     candidates = [name for name, feature in features.items() if name not in pair.values() and may_hold_prompt(feature)]
     if candidates:
-        raise ValueError(
-            f"the data has pairs of texts and no column {', '.join(PROMPTS)}, but {', '.join(sorted(candidates))}: "
-            "rename the one with the prompt to prompt; if both texts begin with the prompt, remove these columns"
-        )
+        raise ValueError(unknown_prompt("the data has pairs", candidates))
+
+
+def check_no_other_text(row: Mapping[str, Any], columns: Mapping[str, str]) -> None:
+    """`check_implicit_prompt` for a row of two texts in columns whose other rows hold messages, which have no type."""
+    candidates = []
+    for name, cell in row.items():
+        if name not in columns.values() and cell not in EMPTY and isinstance(cell, str | list | dict):
+            candidates.append(name)
+    if candidates:
+        raise ValueError(unknown_prompt("the row has a pair", candidates))
+
+
+def unknown_prompt(pairs: str, candidates: Sequence[str]) -> str:
+    return (
+        f"{pairs} of texts and no column {', '.join(PROMPTS)}, but {', '.join(sorted(candidates))}: rename the one "
+        "with the prompt to prompt; if both texts begin with the prompt, remove these columns"
+    )
 
 
 def is_text(feature: Any) -> bool:
@@ -146,6 +160,7 @@ def conversations(row: Mapping[str, Any], columns: Mapping[str, str]) -> dict[st
     cells = {answer: row[column] for answer, column in columns.items()}
     is_plain = all(isinstance(cell, str) and not TRANSCRIPT.match(cell) for cell in cells.values())
     if is_plain and len(cells) == 2 and not any(name in row for name in PROMPTS):
+        check_no_other_text(row, columns)
         row, cells = split_texts(cells["chosen"], cells["rejected"])
     return {answer: conversation(row, cell, columns[answer]) for answer, cell in cells.items()}
 

@@ -99,6 +99,7 @@ def tokenize_rows(
         constants: texts of other modules that determine it.
         cached: take what an earlier run made of the same rows and options; False if anything else has an influence.
     """
+    data = data.with_format(None)  # a folder that was saved with a format gives arrays or tables
     processes = min(num_proc or available_cpus(), len(data) // ROWS_PER_PROCESS)
     # `datasets` caches by the name of an imported function; the modules' texts make an edited one run again, and so do
     # other versions of the libraries that write and tokenise a conversation.

@@ -21,6 +21,7 @@ settings): the question with at most one line of instructions, after four solved
 
 from __future__ import annotations
 
+import functools
 import importlib
 import random
 import re
@@ -96,7 +97,26 @@ def load_task(name_or_path: str) -> ModuleType:
         faults.append("REWARDS (a list of reward functions)")
     if faults:
         raise ValueError(f"task file {path} does not define {', '.join(faults)}; see d1/tasks/__init__.py")
+    vars(module)["load_rows"] = _with_checked_rows(module.load_rows, path)
     return module
+
+
+def _with_checked_rows(load_rows: Callable[..., Any], path: Path) -> Callable[..., Dataset]:
+    """The function `load_rows` of a task file, with a ValueError if it returns anything but a `Dataset`."""
+
+    @functools.wraps(load_rows)
+    def load_checked_rows(*args: Any, **options: Any) -> Dataset:
+        from datasets import Dataset, DatasetDict
+
+        rows = load_rows(*args, **options)
+        if isinstance(rows, Dataset):
+            return rows
+        advice = "return Dataset.from_list(rows)"
+        if isinstance(rows, DatasetDict):
+            advice = f"return one of its splits, {', '.join(rows)}"
+        raise ValueError(f"load_rows of {path} returned {type(rows).__name__}, not datasets.Dataset: {advice}")
+
+    return load_checked_rows
 
 
 def under_protocol(task: ModuleType, name: str) -> ModuleType:

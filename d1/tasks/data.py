@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, Features, Json, List, Value, load_dataset
+from pyarrow import parquet
 
 from d1.hub import closest, no_hub, use_cache
 from d1.rows import NoRowsError, lines_of, read_rows
@@ -60,6 +61,8 @@ def read_file(path: str, *schemas: Iterable[str], keep_in_memory: bool = True) -
         with open(file, "rb") as content:  # `datasets` caches by path and time, which a changed file may share
             fingerprint = hashlib.file_digest(content, "sha256").hexdigest()[:16]
         if file.suffix == ".parquet":
+            if not parquet.read_metadata(file).num_rows:
+                raise NoRowsError
             options: dict[str, Any] = {"keep_in_memory": keep_in_memory, "config_id": f"default-{fingerprint}"}
             rows = Dataset.from_parquet(str(file), **options)
         else:

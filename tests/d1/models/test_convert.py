@@ -384,7 +384,7 @@ def test_a2d_refuses_a_masked_model(kind_dirs, tiny_model_dir, tiny_block_dir, t
     run("a2d", source, tmp_path / "out", "--mask_token", "<|own|>")
 
 
-def test_what_cannot_be_converted_is_refused_and_nothing_is_written(kind_dirs, tmp_path):
+def test_what_cannot_be_converted_is_refused_and_nothing_is_written(kind_dirs, tmp_path, monkeypatch):
     adapter_on(kind_dirs["llama"], tmp_path / "adapter", seed=1)
     source, out = autoregressive(tmp_path / "ar", "llama", 60, 60), tmp_path / "out"
     for words, message in (
@@ -414,6 +414,13 @@ def test_what_cannot_be_converted_is_refused_and_nothing_is_written(kind_dirs, t
     without_tokenizer = shutil.copytree(source, tmp_path / "bare", ignore=shutil.ignore_patterns("*token*"))
     with pytest.raises(FileNotFoundError, match="bare has no tokenizer, which a2d needs: none of tok"):
         run("a2d", without_tokenizer, out)
+    without_eos = shutil.copytree(source, tmp_path / "endless")
+    edit_json(without_eos / "config.json", eos_token_id=None)
+    edit_json(without_eos / "tokenizer_config.json", eos_token=None)
+    monkeypatch.setattr(convert, "load_model", None)  # before the weights are read
+    with pytest.raises(ValueError, match=r"endless: neither the tokenizer nor config.json names an eos_token, which"):
+        run("a2d", without_eos, out)
+    assert not out.exists()
     for words in (["merge", kind_dirs["llama"], "a"], ["a2d", source], ["export", source, "--format", "llada"]):
         with pytest.raises(FileExistsError, match="not an empty folder"):
             run(*words, source)

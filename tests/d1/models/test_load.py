@@ -34,6 +34,7 @@ from d1.models.attention import require_prepared
 from d1.models.convert import merge
 from d1.models.folder import ModelFolder
 from d1.models.head import backbone_and_head
+from d1.transformers_bridge import stored_weights
 from tests.d1.released import BLOCKS, CAUSAL, logits_of
 from tests.faults import edit_json
 from tests.rounding import TOKENS, assert_near, largest
@@ -408,3 +409,15 @@ def test_a_device_that_is_not_there_is_refused_in_one_line(tiny_model_dir, tmp_p
     for load in (load_model, lambda path, device: merge(str(path), [], str(tmp_path / "out"), device=device)):
         with pytest.raises(ValueError, match=problem):
             load(tiny_model_dir, device=device)
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_only_the_files_that_are_loaded_decide_about_a_folder(tmp_path, llada_writer, shards):
+    """A stray file of integers had the folder refused, and one in another precision changed its dtype."""
+    folder = llada_writer(tmp_path, shards=shards)
+    expected = {name: file for name, *_, file in stored_weights(str(folder))}
+    save_file({"step": torch.ones(1_000_000, dtype=torch.int64)}, folder / "optimizer.safetensors")
+    save_file({"weight": torch.ones(1_000_000, dtype=torch.bfloat16)}, folder / "consolidated.safetensors")
+    assert {name: file for name, *_, file in stored_weights(str(folder))} == expected
+    assert len({*expected.values()}) == shards
+    assert load_model(folder).dtype == torch.float32

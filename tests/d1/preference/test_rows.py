@@ -13,6 +13,7 @@ from trl import extract_prompt
 from d1.models import load_tokenizer
 from d1.preference.data import token_rows
 from d1.preference.rows import answer_columns, conversations, sign_of
+from d1.runs.data import load_rows
 from tests.d1.sft.templates import byte_tokenizer
 
 LIMITS = {"max_prompt_length": 200, "max_completion_length": 200}
@@ -367,3 +368,19 @@ def test_an_answer_that_goes_on_with_a_transcript_ends_with_its_last_turn():
     assert turns_of(row) == {"chosen": [*HISTORY[1:], USER, RIGHT], "rejected": [*HISTORY[1:], USER, WRONG]}
     story = "Here:\n\nHuman: hi\n\nAssistant: hello"
     assert turns_of({"prompt": ASKED, "chosen": story, "rejected": BAD})["chosen"][1]["content"] == story
+
+
+def test_a_text_next_to_a_pair_may_be_its_prompt_in_a_column_of_messages_and_texts(tokenizer, tmp_path):
+    """One row of messages turned off the check of the column, and the texts' first words became the prompt."""
+    pair = {"chosen": "The sky is blue.", "rejected": "The sky is green."}
+    file = tmp_path / "rows.jsonl"
+
+    def write(row):
+        file.write_text("".join(json.dumps(line) + "\n" for line in (WHOLE, row)))
+        return load_rows(str(file))
+
+    problem = "line 2: the row has a pair of texts and no column prompt, .* but text: rename the one with the prompt to"
+    with pytest.raises(ValueError, match=problem):
+        token_rows(write(pair | {"text": ASKED}), tokenizer, **LIMITS, paired=True)
+    for more in ({}, {"text": None, "score": 3.5}):
+        assert len(token_rows(write(pair | more), tokenizer, **LIMITS, paired=True)) == 2

@@ -9,7 +9,9 @@ import pytest
 from datasets import Dataset, DatasetDict
 from datasets.arrow_dataset import Column
 
+from d1.models import load_tokenizer
 from d1.runs.data import describe_row_error, load_rows, usable_rows
+from d1.sft.data import preprocess_dataset
 
 ROWS = Dataset.from_dict({"prompt": ["1+1=", "2+2="], "completion": ["2", "4"]})
 
@@ -23,6 +25,17 @@ def test_a_saved_folder_gives_its_rows_or_those_of_its_split_train(tmp_path: Pat
     message = f"--train_data {tmp_path / 'others'} has no split train, only a, b: save that split alone"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         load_rows(str(tmp_path / "others"))
+
+
+@pytest.mark.parametrize("name", ["arrow", "numpy", "pandas", "torch"])
+def test_the_format_of_a_saved_folder_changes_no_row(name: str, tiny_model_dir: Path, tmp_path: Path) -> None:
+    messages = [[{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]]
+    tokenizer = load_tokenizer(tiny_model_dir)
+    for number, rows in enumerate((ROWS, Dataset.from_dict({"messages": messages}))):
+        expected = preprocess_dataset(rows, tokenizer, 100, 0.0)[0]
+        rows.with_format(name).save_to_disk(tmp_path / f"{number}")
+        saved = load_rows(str(tmp_path / f"{number}"))
+        assert preprocess_dataset(saved, tokenizer, 100, 0.0)[0].to_list() == expected.to_list()
 
 
 def test_a_folder_that_cannot_be_read_is_not_called_missing(tmp_path: Path) -> None:

@@ -7,8 +7,10 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from datasets import Dataset
+from pyarrow import parquet
 
 from d1.runs.data import load_rows
 from d1.tasks import TASKS, answer_block, few_shot_messages, final_answer, last_boxed, load_task, with_shots
@@ -168,6 +170,13 @@ def test_a_wrong_file_is_named_with_what_it_lacks(file, content, message, tmp_pa
         load_task("gsm8k").load_rows("test", "nowhere.jsonl")
 
 
+def test_an_empty_parquet_file_has_no_rows(tmp_path):
+    file = tmp_path / "empty.parquet"
+    parquet.write_table(pa.table({"question": pa.array([], pa.string()), "answer": pa.array([], pa.string())}), file)
+    with pytest.raises(ValueError, match=rf"^{file} has no rows$"):
+        load_task("gsm8k").load_rows("test", str(file))
+
+
 @pytest.mark.parametrize(
     ("name", "row", "message"),
     [
@@ -312,6 +321,36 @@ def test_a_users_task_that_is_incomplete_names_every_missing_part(tmp_path):
     path.write_text("def extract(text): return text\nREWARDS = []\n")
     with pytest.raises(ValueError, match=r"does not define load_rows .*score .*REWARDS"):
         load_task(str(path))
+
+
+@pytest.mark.parametrize(
+    ("rows", "problem"),
+    [
+        ("ROWS", r"returned list, not datasets\.Dataset: return Dataset\.from_list\(rows\)"),
+        ("None", r"returned NoneType, not datasets\.Dataset: return Dataset\.from_list\(rows\)"),
+        (
+            "DatasetDict(train=Dataset.from_list(ROWS))",
+            r"returned DatasetDict, not datasets\.Dataset: return one of its splits, train",
+        ),
+        ("Dataset.from_list(ROWS)", ""),
+    ],
+)
+def test_a_users_task_returns_a_dataset(rows, problem, tmp_path):
+    path = tmp_path / "own.py"
+    path.write_text(
+        "from datasets import Dataset, DatasetDict\n"
+        'ROWS = [{"prompt": [{"role": "user", "content": "q"}], "question": "q", "ground_truth": "a"}]\n'
+        "REWARDS = [lambda completions, **columns: [0.0] * len(completions)]\n"
+        "def extract(text): return text\n"
+        'def score(text, row): return {"accuracy": 0.0}\n'
+        f"def load_rows(split, data_file=None): return {rows}\n"
+    )
+    task = load_task(str(path))
+    if not problem:
+        assert task.load_rows("test")["question"][:] == ["q"]
+        return
+    with pytest.raises(ValueError, match=f"^load_rows of {path} {problem}$"):
+        task.load_rows("test", data_file=None)
 
 
 # --- few-shot ---
