@@ -18,6 +18,7 @@ from transformers import Trainer, TrainerState, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 from d1.files import give_usual_mode, writing
+from d1.models.fingerprints import RECORD
 from d1.runs.console import write_metrics
 
 logger = logging.getLogger(__name__)
@@ -45,6 +46,7 @@ RESUME_FILES = (
 
 END_SETTINGS = frozenset({"max_steps", "num_epochs", "num_train_epochs"})  # where a run ends, in all stages
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors", "pytorch_model*")
+SAVED_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*")  # with the parts of a split model
 
 
 @contextlib.contextmanager
@@ -269,13 +271,19 @@ def file_checksum(file: Path) -> list[int | str]:
         return [file.stat().st_size, hashlib.file_digest(opened, "sha256").hexdigest()]
 
 
-def check_sums(checkpoint: Path, process: int = 0, processes: int = 1) -> None:
-    """Refuse (ValueError) a checkpoint with a file that is missing or differs from the saved one. Unpickles nothing.
-    Process number `process` compares every `processes`-th file."""
+def read_sums(checkpoint: Path) -> dict[str, list[int | str]]:
+    """The checksums of the files of a checkpoint, by their names; ValueError if they are missing or damaged."""
     if not (checkpoint / SUMS).is_file():
         raise broken_checkpoint_error(checkpoint, SUMS, "is missing (versions up to 0.3 wrote none)")
     with reading_checkpoint(checkpoint / SUMS):
-        sums = {name: [size, digest] for name, (size, digest) in json.loads((checkpoint / SUMS).read_text()).items()}
+        sums = json.loads((checkpoint / SUMS).read_text())
+        return {name: [size, digest] for name, (size, digest) in sums.items()}
+
+
+def check_sums(checkpoint: Path, process: int = 0, processes: int = 1) -> None:
+    """Refuse (ValueError) a checkpoint with a file that is missing or differs from the saved one. Unpickles nothing.
+    Process number `process` compares every `processes`-th file."""
+    sums = read_sums(checkpoint)
     for name in sorted(sums)[process::processes]:
         with reading_checkpoint(checkpoint / name, checkpoint):
             if file_checksum(checkpoint / name) != sums[name]:
@@ -300,21 +308,54 @@ def is_finished(checkpoint: Path, args: TrainingArguments, changed: Iterable[str
 def finish(checkpoint: Path, output_dir: Path, keep_best: bool) -> None:
     """Write what a Trainer leaves at the end of a run, from its last checkpoint: the model, its state, its metrics.
 
-    `keep_best` takes the model of the best checkpoint. Neither files that only a resume needs are copied, nor PEFT's
-    card of an adapter, because the run has its own. A folder that is already finished is not changed.
+    `keep_best` takes the model of the best checkpoint. Neither files that only a resume needs are copied, nor the
+    record, nor PEFT's card of an adapter, because the run has its own. A folder that is already finished, with these
+    weights, is not changed. ValueError if a checkpoint is damaged or missing.
     """
     state = read_state(checkpoint)
-    last = output_dir / STATE
-    with contextlib.suppress(OSError, ValueError):  # a file that is missing, or whose end a kill or a full disk cut off
-        if TrainerState.load_from_json(str(last)).global_step == state.global_step:
-            return
     source = checkpoint
     if keep_best and state.best_model_checkpoint:
         source = checkpoint.with_name(Path(state.best_model_checkpoint).name)
+        if not source.is_dir():  # in the folder of the run that this one continues
+            source = Path(state.best_model_checkpoint)
+    if final_step(output_dir) == state.global_step and has_weights_of(output_dir, source):
+        return
+    require_best(source)
+    check_weights_file(source)
     for folder in {checkpoint, source}:
         check_sums(folder)
-    check_weights_file(source)
-    left_out = shutil.ignore_patterns(*RESUME_FILES, "README.md")
+    left_out = shutil.ignore_patterns(*RESUME_FILES, RECORD, "README.md")
     shutil.copytree(source, output_dir, ignore=left_out, dirs_exist_ok=True)
-    shutil.copy(checkpoint / STATE, last)
+    shutil.copy(checkpoint / STATE, output_dir / STATE)
     write_metrics(output_dir, state.log_history)
+
+
+def final_step(output_dir: Path) -> int:
+    """The last step of a finished run, by the state in its folder; -1 if that is missing, or cut off by a kill or a
+    full disk."""
+    with contextlib.suppress(OSError, ValueError):
+        return TrainerState.load_from_json(str(output_dir / STATE)).global_step
+    return -1
+
+
+def has_weights_of(output_dir: Path, checkpoint: Path) -> bool:
+    """Whether the folder of a finished run has the weights of a checkpoint, by the checksums there. Without checksums,
+    or if the checkpoint was deleted since: whether it has weights."""
+    if not (checkpoint / SUMS).is_file():
+        return has_any(output_dir, WEIGHTS)
+    resume_only = shutil.ignore_patterns(*RESUME_FILES)
+    for name, checksum in read_sums(checkpoint).items():
+        is_saved = any(Path(name).match(pattern) for pattern in SAVED_WEIGHTS)
+        if not is_saved or resume_only("", [*Path(name).parts]):
+            continue
+        file = output_dir / name
+        if not file.is_file() or file_checksum(file) != checksum:
+            return False
+    return True
+
+
+def require_best(checkpoint: Path) -> None:
+    """Refuse (ValueError) a missing checkpoint from which a run is to take its model at the end."""
+    if not checkpoint.is_dir():
+        todo = "put it back, or continue with --resume and without load_best_model_at_end (SFT: --keep_last)"
+        raise ValueError(f"{checkpoint}, the best checkpoint of this run, is missing: {todo}")

@@ -19,7 +19,7 @@ from trl.trainer.utils import disable_dropout_in_model
 from d1.models import load_model, load_tokenizer
 from d1.models.adapters import save_learnt, skip_input_casts
 from d1.models.attention import require_prepared
-from d1.runs.checkpoints import check_sums, staged_checkpoint
+from d1.runs.checkpoints import check_sums, require_best, staged_checkpoint
 from d1.runs.data import GlobalBatchSampler
 from d1.transformers_bridge import TrainerHooks
 
@@ -307,13 +307,6 @@ class LoadExtra(TrainerCallback):
             if args.load_best_model_at_end and state.best_global_step and state.best_model_checkpoint is None:
                 require_best(Path(str(args.output_dir)) / f"checkpoint-{state.best_global_step}")
             self.trainer.load_extra(folder)
-
-
-def require_best(checkpoint: Path) -> None:
-    """Refuse (ValueError) a missing checkpoint from which a run is to take its model at the end."""
-    if not checkpoint.is_dir():
-        todo = "put it back, or continue with --resume and without load_best_model_at_end (SFT: --keep_last)"
-        raise ValueError(f"{checkpoint}, the best checkpoint of this run, is missing: {todo}")
 
 
 def local_part(weight: Any) -> Any:

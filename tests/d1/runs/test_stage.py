@@ -209,19 +209,47 @@ def test_a_resume_computes_in_the_precision_of_its_record(
     assert run(folder, "--resume", str(folder / "checkpoint-4"), *resume[1:], max_steps=5).args.bf16
 
 
-def test_the_branch_that_a_resume_leaves_is_set_aside(run: Run, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A later --resume takes the new branch, which has fewer steps; with a limit of 2, no checkpoint is lost."""
+def kill_before_the_final_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every run ends with an error after its last checkpoint, before it saves the model in its folder."""
+    original = RunTrainer.save_model
+
+    def save_model(self: RunTrainer, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        if output_dir is None:
+            raise RuntimeError("killed")
+        original(self, output_dir, _internal_call)
+
+    monkeypatch.setattr(RunTrainer, "save_model", save_model)
+
+
+def test_the_branch_that_a_resume_leaves_is_set_aside(
+    run: Run, folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A later --resume takes the new branch, which has fewer steps; with a limit of 2, no checkpoint is lost. The model
+    in the folder is that of the new branch, also if the run was killed before it saved it."""
     linear = ["--lr_scheduler_type", "linear"]
     if run.stage == "rl":
         linear += ["--save_total_limit", "2"]  # SFT's own limit
     run(folder, "--resume", *linear)
     assert {path.name for path in folder.glob("checkpoint-*")} >= {"checkpoint-3", "checkpoint-4"}
-    old = hash_model(str(folder / "checkpoint-4"))
+
+    def weights(path: Path) -> str:
+        (file,) = path.glob("*model.safetensors")
+        return hash_file(file)
+
+    old = weights(folder / "checkpoint-4")
     every = {"sft": "--eval_steps", "rl": "--save_steps"}[run.stage]
     caplog.set_level("INFO")
-    run(folder, "--resume", str(folder / "checkpoint-3"), *linear, every, "2", "--learning_rate", "1e-4", max_steps=4)
-    assert hash_model(str(folder / "abandoned" / "checkpoint-4")) == old != hash_model(str(folder / "checkpoint-4"))
+    branch = [*linear, every, "2", "--learning_rate", "1e-4"]
+    with monkeypatch.context() as patch:
+        kill_before_the_final_save(patch)
+        with pytest.raises(RuntimeError, match="killed"):
+            run(folder, "--resume", str(folder / "checkpoint-3"), *branch, max_steps=4)
+    new = weights(folder / "checkpoint-4")
+    assert weights(folder / "abandoned" / "checkpoint-4") == weights(folder) == old != new
     assert "from step 3: checkpoint-4 of the run before are now in" in caplog.text
+    shutil.copy(folder / "abandoned" / "checkpoint-4" / "trainer_state.json", folder)  # as versions up to 0.3 left it
+    assert run(folder, "--resume", *branch, max_steps=4) is None
+    assert weights(folder) == new
 
 
 def test_the_checkpoint_that_a_run_continues_from_may_be_deleted_meanwhile(
@@ -312,6 +340,11 @@ def test_a_finished_run_without_checkpoints_is_not_trained_anew(run: Run, folder
     for checkpoint in folder.glob("checkpoint-*"):
         shutil.rmtree(checkpoint)
     weights, resume = hash_model(str(folder)), ["--resume", "--lr_scheduler_type", "linear"]
+    (file,) = folder.glob("*model.safetensors")
+    file.rename(folder.parent / file.name)
+    with pytest.raises(ValueError, match=r"model\.safetensors is missing; no earlier checkpoint is left"):
+        run(folder, *resume, max_steps=2)
+    (folder.parent / file.name).rename(file)
     assert run(folder, *resume, max_steps=2) is None
     with pytest.raises(ValueError, match="is finished, and no checkpoint is left to continue from: use another folder"):
         run(folder, *resume, max_steps=4)

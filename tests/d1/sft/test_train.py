@@ -259,6 +259,11 @@ def test_twenty_steps_lower_the_loss_and_the_best_checkpoint_is_kept(flags, tiny
     assert_same_weights(tmp_path / "2/job", tmp_path / "job/checkpoint-12")
     assert caplog.messages[-2] == f"Saved: the weights of step 12 {known}."
     assert (tmp_path / f"2/job/checkpoint-{step}").is_dir()
+    again = [*flags, "--model_name", str(tmp_path / "good/job"), "--full_finetuning", *ruin, "--resume"]
+    for keep_last, saved in (["--keep_last"], "job/checkpoint-12"), ([], f"job/checkpoint-{step}"):
+        assert run([*again, *keep_last], tmp_path) is None
+        assert_same_weights(tmp_path / "job", tmp_path / saved)
+        assert caplog.messages[-2].startswith(f"Saved: the weights of step {saved.partition('-')[2]} of 12.")
 
 
 def test_a_best_checkpoint_that_was_damaged_since_is_not_taken_for_the_model(flags, tmp_path):
@@ -295,6 +300,25 @@ def test_a_resume_needs_the_best_checkpoint_and_finds_it_in_a_folder_that_was_mo
     assert run(flags, tmp_path / "after", *again) is None  # finished: the model stays that of the last step
     saved = [message for message in caplog.messages if message.startswith("Saved: ")]
     assert [message.partition(".")[0] for message in saved[-2:]] == ["Saved: the weights of step 8 of 8"] * 2
+
+
+def test_a_run_that_continues_in_another_folder_takes_the_best_checkpoint_of_the_first(flags, tmp_path):
+    """It was killed before it saved its model."""
+    still = ["--learning_rate", "0", "--eval_steps", "2", "--lora_r", "2"]
+    run(flags, tmp_path / "first", *still, "--max_steps", "2")
+    best = tmp_path / "first/job/checkpoint-2"
+    trainer = run(flags, tmp_path, *still, "--max_steps", "4", "--resume", str(best))
+    assert Path(trainer.state.best_model_checkpoint) == best
+    again = [*still, "--max_steps", "4", "--resume"]
+    weights_file = tmp_path / "job/adapter_model.safetensors"
+    weights_file.unlink()
+    assert run(flags, tmp_path, *again) is None
+    assert weights_file.read_bytes() == (best / weights_file.name).read_bytes()
+    shutil.rmtree(best)
+    assert run(flags, tmp_path, *again) is None
+    weights_file.unlink()
+    with pytest.raises(ValueError, match=rf"{best}, the best checkpoint of this run, is missing: .* --keep_last"):
+        run(flags, tmp_path, *again)
 
 
 def test_an_adapter_gets_a_card_which_a_finished_run_keeps(flags, tiny_model_dir, tmp_path):
