@@ -50,20 +50,20 @@ SAVED_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*") 
 
 
 @contextlib.contextmanager
-def staged_checkpoint(trainer: Trainer, resumed_step: int | None = None) -> Iterator[Path]:
+def staged_checkpoint(trainer: Trainer, limit: int | None = None, resumed_step: int | None = None) -> Iterator[Path]:
     """Inside, the Trainer writes its checkpoint under `output_dir/.saving`; afterwards, it is moved to `output_dir`.
 
     So a run that is killed while saving leaves no half-written `checkpoint-N`. Old checkpoints are deleted last.
     Yields the folder that is being written. OSError if it has no room.
 
     Args:
+        limit: the number of checkpoints to keep (`rotate`), because the Trainer is to delete none itself.
         resumed_step: of the first checkpoint after a resume, the step that the run continues from: checkpoints of later
             steps are set aside (`set_aside_later`).
     """
     args = trainer.args
     state = trainer.state
     final = Path(str(args.output_dir))
-    limit = args.save_total_limit
     staging = final / ".saving"
     name = f"checkpoint-{state.global_step}"
     if args.should_save:
@@ -71,7 +71,6 @@ def staged_checkpoint(trainer: Trainer, resumed_step: int | None = None) -> Iter
     trainer.accelerator.wait_for_everyone()
 
     args.output_dir = str(staging)
-    args.save_total_limit = None
     with contextlib.ExitStack() as on_error, writing(final, name, partial(disk_full_advice, final)):
         if args.should_save:  # its parts are of no use, and may fill a disk
             on_error.callback(shutil.rmtree, staging, ignore_errors=True)
@@ -79,7 +78,6 @@ def staged_checkpoint(trainer: Trainer, resumed_step: int | None = None) -> Iter
             yield staging / name
         finally:
             args.output_dir = str(final)
-            args.save_total_limit = limit
 
         # The Trainer has noted the best checkpoint's path under `staging`.
         best = final / f"checkpoint-{state.best_global_step}"

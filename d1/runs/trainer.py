@@ -120,13 +120,18 @@ class RunTrainer(TrainerHooks):
         skip_input_casts(self.model)
         self.set_trained_precision()
         self.add_callback(LoadExtra(self))
+        self.checkpoint_limit: int | None = args.save_total_limit
         self.resumed_step: int | None = None  # until the first checkpoint after a resume, the step it continues from
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         # Of an earlier call, which may have continued a checkpoint.
         self.resumed_from = None
         self.resumed_sums = False
-        return super().train(*args, **kwargs)
+        self.checkpoint_limit = self.args.save_total_limit
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            self.args.save_total_limit = self.checkpoint_limit
 
     def set_trained_precision(self) -> None:
         """Cast trained weights of 16 bits to fp32 if they belong to an adapter and passes are in mixed precision, and
@@ -185,7 +190,7 @@ class RunTrainer(TrainerHooks):
 
     @contextlib.contextmanager
     def saving_checkpoint(self) -> Iterator[None]:
-        with staged_checkpoint(self, self.resumed_step) as folder:
+        with staged_checkpoint(self, self.checkpoint_limit, self.resumed_step) as folder:
             yield
             self.save_extra(folder)
         self.resumed_step = None
@@ -293,6 +298,9 @@ class LoadExtra(TrainerCallback):
 
     It also sets how often the run logs, evaluates and saves, because Trainer (5.23) goes by its state, which is that of
     the checkpoint; and it refuses (ValueError) a run whose best checkpoint is missing, which Trainer would forget.
+
+    In every run, it takes the limit of checkpoints from Trainer, after other callbacks have logged the arguments:
+    with a limit of 1, Trainer would delete the last checkpoint before the model is saved, if another one is the best.
     """
 
     def __init__(self, trainer: RunTrainer) -> None:
@@ -301,6 +309,7 @@ class LoadExtra(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         folder = self.trainer.resumed_from
         self.trainer.resumed_step = None
+        args.save_total_limit = None
         if folder:
             self.trainer.resumed_step = state.global_step  # known even if the checkpoint is deleted meanwhile
             state.compute_steps(args, state.max_steps)

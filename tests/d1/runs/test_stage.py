@@ -122,6 +122,19 @@ def test_rotation_keeps_the_newest_steps_after_the_clock_stepped_back(run: Run, 
     assert {path.name for path in folder.glob("checkpoint-*")} == {"checkpoint-3", "checkpoint-4"}
 
 
+def test_a_limit_of_one_keeps_the_last_checkpoint_next_to_the_best(tiny_model_dir: Path, tmp_path: Path) -> None:
+    """At a rate of 0 all evaluations are equal, and the first is the best."""
+    run = Run("rl", tiny_model_dir, tmp_path)
+    best = "--load_best_model_at_end true --metric_for_best_model eval_reward --eval_strategy steps --eval_steps 1"
+    flags = ["--learning_rate", "0", "--save_total_limit", "1", *best.split()]
+    trainer = run(tmp_path / "run", *flags, max_steps=3)
+    for _ in range(2):
+        assert {path.name for path in (tmp_path / "run").glob("checkpoint-*")} == {"checkpoint-1", "checkpoint-3"}
+        assert run(tmp_path / "run", *flags, "--resume", max_steps=3) is None
+    settings = json.loads((tmp_path / "run" / "run.json").read_text())["settings"]
+    assert trainer.args.save_total_limit == settings["save_total_limit"] == 1
+
+
 @pytest.mark.parametrize("name", ["*model.safetensors", "optimizer.pt"])
 def test_a_full_disk_is_one_line_and_the_run_continues_with_room(run: Run, folder: Path, name: str) -> None:
     """safetensors and PyTorch each have their own errors."""
