@@ -85,6 +85,8 @@ def staged_checkpoint(trainer: Trainer, limit: int | None = None, resumed_step: 
             state.best_model_checkpoint = str(best)
         if args.should_save:
             state.save_to_json(str(staging / name / STATE))
+            if (final / RECORD).is_file():  # of this branch: a resume replaces the run's own at its start
+                shutil.copy(final / RECORD, staging / name)
         trainer.accelerator.wait_for_everyone()
         write_sums(staging / name, args)
         trainer.accelerator.wait_for_everyone()
@@ -283,9 +285,23 @@ def check_sums(checkpoint: Path, process: int = 0, processes: int = 1) -> None:
     Process number `process` compares every `processes`-th file."""
     sums = read_sums(checkpoint)
     for name in sorted(sums)[process::processes]:
-        with reading_checkpoint(checkpoint / name, checkpoint):
-            if file_checksum(checkpoint / name) != sums[name]:
-                raise ValueError("its checksum is not that of what was saved")
+        check_file(checkpoint, name, sums[name])
+
+
+def check_file(checkpoint: Path, name: str, checksum: list[int | str]) -> None:
+    """Refuse (ValueError) a checkpoint whose file `name` is missing or has another checksum."""
+    with reading_checkpoint(checkpoint / name, checkpoint):
+        if file_checksum(checkpoint / name) != checksum:
+            raise ValueError("its checksum is not that of what was saved")
+
+
+def check_record(checkpoint: Path) -> None:
+    """Refuse (ValueError) a checkpoint whose record of the run is damaged: it is read before the other files are
+    compared."""
+    if (checkpoint / RECORD).is_file() and (checkpoint / SUMS).is_file():
+        sums = read_sums(checkpoint)
+        if RECORD in sums:
+            check_file(checkpoint, RECORD, sums[RECORD])
 
 
 def is_finished(checkpoint: Path, args: TrainingArguments, changed: Iterable[str]) -> bool:

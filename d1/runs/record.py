@@ -197,13 +197,14 @@ def save_record(
 
 
 def read_history(checkpoint: Path | None) -> RunHistory:
-    """The history of a checkpoint, from the run.json next to it (without settings if there is none), or of a finished
-    run, from the one in its folder. Changes after the checkpoint do not count: a run may continue from an earlier
-    checkpoint than its last."""
+    """The history of a checkpoint, from the run.json in it, or next to it for one of version 0.3 or before (without
+    settings if there is none), or of a finished run, from the one in its folder. Changes after the checkpoint do not
+    count: a run may continue from an earlier checkpoint than its last. ValueError if the file is damaged."""
     if checkpoint is None:
         return RunHistory()
-    from d1.runs.checkpoints import read_state  # imported late: `eval.py --help` needs no Transformers
+    from d1.runs.checkpoints import check_record, read_state  # imported late: `eval.py --help` needs no Transformers
 
+    check_record(checkpoint)
     file = checkpoint / RECORD
     if not file.is_file():
         file = checkpoint.parent / RECORD

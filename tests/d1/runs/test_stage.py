@@ -202,11 +202,41 @@ def test_changed_settings_take_effect_and_are_recorded_from_their_step_on(
     assert logged()[2:] == pytest.approx([1e-3 * (1 - step / 4) for step in (2, 3)], rel=1e-12)
 
 
+def remove_record(checkpoint: Path) -> None:
+    """As versions up to 0.3 saved it."""
+    (checkpoint / "run.json").unlink()
+    sums = json.loads((checkpoint / SUMS).read_text())
+    sums.pop("run.json")
+    (checkpoint / SUMS).write_text(json.dumps(sums))
+
+
 def test_a_new_rate_has_an_effect_on_a_resume_without_a_record(run: Run, folder: Path) -> None:
     (folder / "run.json").unlink()
+    remove_record(folder / "checkpoint-2")
     trainer = run(folder, "--resume", "--lr_scheduler_type", "linear", "--learning_rate", "4e-4")
     rates = [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
     assert rates[2:] == pytest.approx([4e-4 * (1 - step / 4) for step in (2, 3)], rel=1e-12)
+
+
+def test_a_new_rate_has_an_effect_after_a_branch_without_a_checkpoint(
+    run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The branch wrote its rate into the run's record, and the last checkpoint is of the run before."""
+
+    def kill(self: RunTrainer, *args: Any, **options: Any) -> None:
+        raise RuntimeError("killed")
+
+    linear = ["--lr_scheduler_type", "linear"]
+    run(folder, "--resume", *linear)
+    with monkeypatch.context() as patch:
+        patch.setattr(RunTrainer, "log", kill)
+        with pytest.raises(RuntimeError, match="killed"):
+            run(folder, "--resume", str(folder / "checkpoint-3"), *linear, "--learning_rate", "4e-4")
+    trainer = run(folder, "--resume", *linear, "--learning_rate", "4e-4", max_steps=6)
+    rates = [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
+    assert rates[4:] == pytest.approx([4e-4 * (1 - step / 6) for step in (4, 5)], rel=1e-12)
+    changes = [{"step": 2, "max_steps": [2, 4]}, {"step": 4, "learning_rate": [1e-3, 4e-4], "max_steps": [4, 6]}]
+    assert json.loads((folder / "run.json").read_text())["changes"] == changes
 
 
 def test_a_resume_computes_in_the_precision_of_its_record(
@@ -387,6 +417,7 @@ def test_what_a_trainer_would_refuse_is_refused_before_the_data_are_read(
 def test_a_change_that_the_checkpoint_speaks_against_is_refused(run: Run, folder: Path) -> None:
     with pytest.raises(ValueError, match=r"a run with (?=.*seed 42 instead of 7).*weight_decay 0\.\d instead of 0\.5"):
         run(folder, "--resume", "--seed", "7", "--weight_decay", "0.5")
+    remove_record(folder / "checkpoint-2")
     (folder / "run.json").write_text("{")
     with pytest.raises(ValueError, match=r"run\.json is no JSON .* delete it to continue without a record"):
         run(folder, "--resume")
