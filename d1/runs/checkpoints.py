@@ -111,7 +111,9 @@ def numbered_checkpoints(output_dir: Path) -> list[Path]:
 
 def set_aside_later(output_dir: Path, step: int) -> None:
     """Move the checkpoints of a run with later steps than `step`, which it continues from, into its folder `ABANDONED`:
-    a later resume would take the last of them."""
+    a later resume would take the last of them. Delete the state of its earlier end, which reports would show."""
+    if final_step(output_dir) > step:
+        (output_dir / STATE).unlink()
     later = [path for path in numbered_checkpoints(output_dir) if checkpoint_step(path) > step]
     if not later:
         return

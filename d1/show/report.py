@@ -68,12 +68,12 @@ def read_run(folder: Path) -> tuple[list[dict[str, Any]], float]:
     states = [*folder.glob("trainer_state.json"), *folder.glob("checkpoint-*/trainer_state.json")]
     if not states or not (folder / "run.json").exists():
         raise FileNotFoundError(f"{folder} holds no run of diffu_grpo_train.py with a checkpoint")
-    history = max((read_object(state)["log_history"] for state in states), key=len)
+    newest = max(map(read_object, states), key=lambda state: state["global_step"])
     settings = read_object(folder / "run.json")["settings"]
     if "steps_per_generation" not in settings:
         raise ValueError(f"{folder} holds a run of another stage: name the output folders of diffu_grpo_train.py")
     micro_steps = settings["steps_per_generation"] * settings["num_iterations"]
-    return history, micro_steps / settings["gradient_accumulation_steps"]
+    return newest["log_history"], micro_steps / settings["gradient_accumulation_steps"]
 
 
 def series(history: list[dict[str, Any]], name: str, steps_per_rollout: float) -> tuple[list[float], list[float]]:
@@ -134,7 +134,12 @@ def report_page(runs: list[Path], labels: list[str]) -> str:
     for run, label in zip(runs, labels, strict=True):
         about += about_run(run, label)
         scenes += scenes_of(run, label)
-    below = ORDER if scenes else "Problems before and after are kept by runs with <code>--report true</code>."
+    below = ORDER
+    if not scenes:
+        below = "Problems before and after are kept by runs with <code>--report true</code>."
+        stopped = [html.escape(label) for run, label in zip(runs, labels, strict=True) if read_films(run)]
+        if stopped:
+            below = f"No problems are shown, because these runs stopped before their last films: {', '.join(stopped)}."
     title = f"What RL did: {', '.join(labels)}"
     lines = f'<p class="note">Lines: {keys}.</p>' if curves else ""
     return film_page(title, scenes, f'<div class="curves">{curves}</div>{lines}{about}<p>{below}</p>')
@@ -163,12 +168,17 @@ def about_run(run: Path, label: str) -> str:
     return f'<ul class="stats">{stats}</ul><details>{folded}</details>'
 
 
+def read_films(run: Path) -> dict[str, list[dict[str, Any]]]:
+    """The films that a run kept, by "before" and "after"; a run that was stopped has no "after"."""
+    file = run / SHOWN_FILE
+    if not file.exists():
+        return {}
+    return read_object(file)
+
+
 def films_of(run: Path) -> list[tuple[Film, Film]]:
     """The same problems before and after a run; empty if the run did not keep both."""
-    file = run / SHOWN_FILE
-    films: dict[str, list[dict[str, Any]]] = {}
-    if file.exists():
-        films = read_object(file)
+    films = read_films(run)
     pairs = zip(films.get("before", ()), films.get("after", ()), strict=False)
     return [(Film(**before), Film(**after)) for before, after in pairs]
 

@@ -462,7 +462,7 @@ def logged(folder, *entries, updates=1):
     """A run's folder with these log entries, one per rollout, of `updates` optimizer steps each."""
     folder.mkdir()
     history = [{"step": updates * number, **entry} for number, entry in enumerate(entries, 1)]
-    (folder / "trainer_state.json").write_text(json.dumps({"log_history": history}))
+    (folder / "trainer_state.json").write_text(json.dumps({"global_step": len(entries), "log_history": history}))
     record = {"steps_per_generation": 1, "num_iterations": updates, "gradient_accumulation_steps": 1}
     (folder / "run.json").write_text(json.dumps({"settings": record | {"data_file": "/home/me/data.csv"}}))
     return folder
@@ -508,6 +508,10 @@ def test_the_report_shows_problems_whose_verdict_changed_first(tmp_path):
     assert [film["title"] for film in scenes[0]["films"]] == ["before", "after"]
     assert "solved of the 2 problems below</span> <b>0 → 1</b>" in page
     assert ORDER in page
+    assert "--report true" not in page
+    (run / SHOWN_FILE).write_text(json.dumps({"before": [film] * 2}))
+    page = report_page([run], ["a"])
+    assert "No problems are shown, because these runs stopped before their last films: a." in page
     assert "--report true" not in page
 
 

@@ -23,6 +23,7 @@ from d1.runs.stage import check_trainer_arguments
 from d1.runs.trainer import RunTrainer
 from d1.sft.train import main as sft_main
 from d1.sft.train import make_parser as sft_parser
+from d1.show.report import read_run
 from tests.faults import clock_steps_back, edit_json, flip_bit, full_disk
 
 TASK = Path(__file__).parents[1] / "rl" / "letters_task.py"
@@ -293,6 +294,27 @@ def test_the_branch_that_a_resume_leaves_is_set_aside(
     shutil.copy(folder / "abandoned" / "checkpoint-4" / "trainer_state.json", folder)  # as versions up to 0.3 left it
     assert run(folder, "--resume", *branch, max_steps=4) is None
     assert weights(folder) == new
+
+
+def test_a_report_shows_the_branch_that_continues(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The new branch was killed after its first checkpoint, and has fewer logs than the one before."""
+    run, folder = Run("rl", tiny_model_dir, tmp_path), tmp_path / "run"
+    original = RunTrainer.log
+
+    def log_or_kill(self: RunTrainer, *args: Any, **options: Any) -> None:
+        if self.state.global_step == 3:
+            raise RuntimeError("killed")
+        original(self, *args, **options)
+
+    run(folder, max_steps=4)
+    monkeypatch.setattr(RunTrainer, "log", log_or_kill)
+    with pytest.raises(RuntimeError, match="killed"):
+        run(folder, "--resume", str(folder / "checkpoint-1"), "--learning_rate", "1e-4", max_steps=4)
+    logs = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert read_run(folder)[0] == logs
+    assert [log["step"] for log in logs] == [1, 2]
 
 
 def test_the_checkpoint_that_a_run_continues_from_may_be_deleted_meanwhile(
