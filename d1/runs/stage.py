@@ -121,13 +121,13 @@ class Stage:
         with writing(folder, "the files of the run", partial(disk_full_advice, folder)):
             if training.should_save and "wandb" in (training.report_to or ()):
                 log_without_account(folder)
-            trainer = make_trainer()
+            trainer: Any = make_trainer()
+            trainer.checked_checkpoint = checkpoint
             if training.should_save:
-                model: Any = trainer.model
                 facts = {
                     **facts,
-                    "uniform_noise": not has_masks(model.config),
-                    "causal_context": has_causal_context(model.config),
+                    "uniform_noise": not has_masks(trainer.model.config),
+                    "causal_context": has_causal_context(trainer.model.config),
                     # Accelerate decides on FSDP when a trainer is made.
                     "distributed_type": trainer.accelerator.distributed_type.value,
                 }

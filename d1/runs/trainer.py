@@ -14,12 +14,14 @@ import torch
 from peft import PeftModel
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
 from trl.trainer.utils import disable_dropout_in_model
 
 from d1.models import load_model, load_tokenizer
 from d1.models.adapters import save_learnt, skip_input_casts
 from d1.models.attention import require_prepared
-from d1.runs.checkpoints import check_sums, require_best, staged_checkpoint
+from d1.runs.checkpoints import check_checkpoint, check_sums, require_best, staged_checkpoint
+from d1.runs.cli import raise_together
 from d1.runs.data import GlobalBatchSampler
 from d1.transformers_bridge import TrainerHooks
 
@@ -105,6 +107,7 @@ class RunTrainer(TrainerHooks):
     """Comes before Trainer, or a trainer made from it, among the bases of a class.
 
     - A checkpoint is either complete or absent. It holds what `save_extra` adds, and `load_extra` restores that.
+    - `train` refuses a checkpoint with a missing or damaged file.
     - `train_loss` is the mean over all steps of the run, also after a resume.
     - `save_model` refuses weights that are not finite (FloatingPointError); so does a log with such a gradient.
     - In mixed precision, the inputs of LoRA layers are not cast (`skip_input_casts`).
@@ -121,17 +124,31 @@ class RunTrainer(TrainerHooks):
         self.set_trained_precision()
         self.add_callback(LoadExtra(self))
         self.checkpoint_limit: int | None = args.save_total_limit
+        self.checked_checkpoint: Path | None = None  # whose files were compared with its checksums already
         self.resumed_step: int | None = None  # until the first checkpoint after a resume, the step it continues from
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Trainer's. ValueError if a file of the checkpoint is missing or damaged."""
         # Of an earlier call, which may have continued a checkpoint.
         self.resumed_from = None
         self.resumed_sums = False
+        self.check_resumed(resume_from_checkpoint)
         self.checkpoint_limit = self.args.save_total_limit
         try:
-            return super().train(*args, **kwargs)
+            return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
             self.args.save_total_limit = self.checkpoint_limit
+
+    def check_resumed(self, resume: Any) -> None:
+        """Refuse (ValueError) the checkpoint that `train` is to continue, if a file is missing or damaged; True is the
+        last one. Trainer itself refuses what is no folder."""
+        if resume is True:
+            resume = get_last_checkpoint(str(self.args.output_dir))
+        if not resume or not Path(resume).is_dir() or Path(resume) == self.checked_checkpoint:
+            return
+        with raise_together():
+            check_sums(Path(resume), self.args.process_index, self.args.world_size)
+        check_checkpoint(Path(resume), self.args)
 
     def set_trained_precision(self) -> None:
         """Cast trained weights of 16 bits to fp32 if they belong to an adapter and passes are in mixed precision, and

@@ -8,6 +8,7 @@ import shutil
 
 import pytest
 
+from d1.runs.checkpoints import SUMS, write_sums
 from tests.tiny_grpo import make_trainer
 
 COUNTERS = "rollout_rank0.json"
@@ -38,6 +39,8 @@ def test_a_rollout_that_cannot_continue_is_refused_with_what_to_do(whole, tiny_m
     file = checkpoint / COUNTERS
     counters = json.loads(file.read_text()) | changes
     file.write_text(json.dumps({name: value for name, value in counters.items() if value is not None}))
+    (checkpoint / SUMS).unlink()
+    write_sums(checkpoint, whole.args)
     with pytest.raises(ValueError, match=said):
         make_trainer(tiny_model_dir, tmp_path, **SAVED).train(resume_from_checkpoint=str(checkpoint))
     file.unlink()

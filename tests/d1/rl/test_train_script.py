@@ -475,6 +475,9 @@ def written_in(path):
 def test_curves_are_drawn_against_rollouts(tmp_path):
     entries = [{"reward": i / 10, "eval_reward": None if i % 2 else i / 20} for i in range(6)]
     run = logged(tmp_path / "run", *entries, updates=4)
+    older = run / "checkpoint-4" / "trainer_state.json"
+    older.parent.mkdir()
+    older.write_text(json.dumps({"global_step": 4, "log_history": [{"step": 1, "reward": 0.9}] * 9}))
     history, steps = read_run(run)
     assert series(history, "reward", steps) == ([1, 2, 3, 4, 5, 6], [0, 0.1, 0.2, 0.3, 0.4, 0.5])
     assert series(history, "eval_reward", steps) == ([1, 3, 5], [0, 0.1, 0.2])

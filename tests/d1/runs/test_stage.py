@@ -17,7 +17,7 @@ from d1.models.folder import ModelFolder
 from d1.rl.train import main as rl_main
 from d1.rl.train import make_parser as rl_parser
 from d1.runs import stage
-from d1.runs.checkpoints import SUMS
+from d1.runs.checkpoints import SUMS, file_checksum
 from d1.runs.record import hash_file, hash_model
 from d1.runs.stage import check_trainer_arguments
 from d1.runs.trainer import RunTrainer
@@ -89,8 +89,13 @@ def test_a_checkpoint_that_lacks_a_file_is_refused_by_its_name(
         run(folder, "--resume")
 
 
-def test_one_bit_of_any_file_of_a_checkpoint_is_noticed(run: Run, folder: Path) -> None:
-    """Also by a run that would only copy the model of its last checkpoint."""
+def test_one_bit_of_any_file_of_a_checkpoint_is_noticed(
+    run: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also by a trainer in a program of one's own, and by a run that would only copy the model of its last
+    checkpoint."""
+    trainer = run(tmp_path / "other", max_steps=1)
+    trainer.args.output_dir = str(folder)
     checkpoint = folder / "checkpoint-2"
     sums = json.loads((checkpoint / SUMS).read_text())
     files = sorted(path for path in checkpoint.rglob("*") if path.is_file() and path.name != SUMS)
@@ -103,7 +108,14 @@ def test_one_bit_of_any_file_of_a_checkpoint_is_noticed(run: Run, folder: Path) 
         flip_bit(file)
         with pytest.raises(ValueError, match=rf"{file} is damaged \(.*; continue from .*checkpoint-1$"):
             run(folder, "--resume")
+        with pytest.raises(ValueError, match=rf"{file} is damaged \(.*; continue from .*checkpoint-1$"):
+            trainer.train(str(checkpoint))
         flip_bit(file)
+    (checkpoint / "optimizer.pt").rename(folder / "optimizer.pt")
+    for resume in (True, checkpoint):
+        with pytest.raises(ValueError, match=r"optimizer\.pt is missing; continue from .*checkpoint-1$"):
+            trainer.train(resume_from_checkpoint=resume)
+    (folder / "optimizer.pt").rename(checkpoint / "optimizer.pt")
     flip_bit(weights)
     (folder / "trainer_state.json").unlink()
     with pytest.raises(ValueError, match=rf"{weights} is damaged \(its checksum is not"):
@@ -111,6 +123,16 @@ def test_one_bit_of_any_file_of_a_checkpoint_is_noticed(run: Run, folder: Path) 
     flip_bit(weights)
     assert run(folder, "--resume", "--lr_scheduler_type", "linear", max_steps=2) is None
     assert not list(folder.glob(SUMS))
+    hashed = []
+
+    def record_and_hash(file: Path) -> list[int | str]:
+        hashed.append(file)
+        return file_checksum(file)
+
+    monkeypatch.setattr("d1.runs.checkpoints.file_checksum", record_and_hash)
+    run(folder, "--resume", "--lr_scheduler_type", "linear", max_steps=3)
+    assert hashed.count(weights) == 1
+    (folder / "checkpoint-3").rename(folder / "away")
     (checkpoint / SUMS).write_text("{")
     with pytest.raises(ValueError, match=rf"{SUMS} is damaged"):
         run(folder, "--resume")
