@@ -132,6 +132,19 @@ def write_atomically(path: Path, text: str) -> None:
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk. Some network file systems cannot do this for a
+    folder; there it does nothing."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if not path.is_dir() or no_room(error):
+            raise
+    finally:
+        os.close(descriptor)
+
+
 # --- A lock on a folder that one run at a time may write to -----------------------------------------------------------
 
 NO_LOCK_ERRORS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # what a file system without locks answers

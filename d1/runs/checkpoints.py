@@ -17,7 +17,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from transformers import Trainer, TrainerState, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
-from d1.files import give_usual_mode, writing
+from d1.files import give_usual_mode, sync, writing
 from d1.models.fingerprints import RECORD
 from d1.runs.console import write_metrics
 
@@ -98,6 +98,7 @@ def staged_checkpoint(trainer: Trainer, limit: int | None = None, resumed_step: 
             set_aside_later(final, resumed_step)
         shutil.rmtree(final / name, ignore_errors=True)
         os.replace(staging / name, final / name)
+        sync(final)  # before an older checkpoint is deleted
         shutil.rmtree(staging)
         rotate(final / name, limit, state.best_model_checkpoint)
     trainer.accelerator.wait_for_everyone()
@@ -256,15 +257,23 @@ def check_checkpoint(checkpoint: Path, args: TrainingArguments) -> None:
 
 
 def write_sums(folder: Path, args: TrainingArguments) -> None:
-    """Write the checksums of all files of a checkpoint. Every process must call it, and hashes a part of the files."""
+    """Write the checksums of all files of a checkpoint, and wait until all of it is on the disk. Every process must
+    call this, and does it for a part of the files."""
     files = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     names = broadcast_object_list([files])[0]  # one list: other machines may see new files late
-    local_sums = {name: file_checksum(folder / name) for name in names[args.process_index :: args.world_size]}
+    local_sums = {}
+    for name in names[args.process_index :: args.world_size]:
+        local_sums[name] = file_checksum(folder / name)
+        sync(folder / name)
     sums = {}
     for process_sums in gather_object([local_sums]):
         sums.update(process_sums)
     if args.should_save:
         (folder / SUMS).write_text(json.dumps(dict(sorted(sums.items())), indent=1) + "\n")
+        sync(folder / SUMS)
+        for path in (folder, *folder.rglob("*")):
+            if path.is_dir():
+                sync(path)
 
 
 def file_checksum(file: Path) -> list[int | str]:

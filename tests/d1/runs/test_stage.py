@@ -158,6 +158,29 @@ def test_a_limit_of_one_keeps_the_last_checkpoint_next_to_the_best(tiny_model_di
     assert trainer.args.save_total_limit == settings["save_total_limit"] == 1
 
 
+def test_a_checkpoint_is_on_the_disk_before_an_older_one_is_deleted(
+    run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each file under its name before the move, and then the folder of the run."""
+    synced: list[str] = []
+    original = os.fsync
+
+    def record_and_sync(descriptor: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        original(descriptor)
+
+    def rotate(saved: Path, limit: int | None, best: str | None) -> None:
+        before_move = synced[: synced.index(str(folder))]
+        staging = folder / ".saving" / "checkpoint-3"
+        paths = [staging / path.relative_to(saved) for path in (saved, *saved.rglob("*"))]
+        assert [str(path) for path in paths if str(path) not in before_move] == []
+
+    monkeypatch.setattr(os, "fsync", record_and_sync)
+    monkeypatch.setattr("d1.runs.checkpoints.rotate", rotate)
+    run(folder, "--resume", "--lr_scheduler_type", "linear", max_steps=3)
+    assert (folder / "checkpoint-3").is_dir()
+
+
 @pytest.mark.parametrize("name", ["*model.safetensors", "optimizer.pt"])
 def test_a_full_disk_is_one_line_and_the_run_continues_with_room(run: Run, folder: Path, name: str) -> None:
     """safetensors and PyTorch each have their own errors."""
