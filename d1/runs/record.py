@@ -107,11 +107,13 @@ LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "
 
 @dataclass(frozen=True)
 class RunHistory:
-    """A resumed run up to the step of its checkpoint: its settings, without nesting, and how they had changed."""
+    """A resumed run up to the step of its checkpoint: its settings, without nesting, and how they had changed; and the
+    machine that it ran on."""
 
     step: int = 0
     settings: Mapping[str, Any] = field(default_factory=dict)
     changes: Sequence[Mapping[str, Any]] = ()
+    machine: Mapping[str, Any] = field(default_factory=dict)  # as `machine_facts` returns them
 
 
 @dataclass(frozen=True)
@@ -179,19 +181,35 @@ def run_record() -> dict[str, Any]:
     }
 
 
+def machine_facts(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Versions and hardware in a `run_record()`, without nesting: `version of LIBRARY`, `python`, `gpus` and `cpu`. The
+    number of processes is a setting."""
+    facts = {f"version of {name}": number for name, number in record.get("versions", {}).items()}
+    for name in ("python", "gpus", "cpu"):
+        if name in record:
+            facts[name] = record[name]
+    return facts
+
+
 def save_record(
     folder: Path, settings: Mapping[str, Any], history: RunHistory, changed: Mapping[str, list[Any]]
 ) -> None:
-    """Write `run.json`: the resolved settings of a run, `run_record()`, and what a resume changed, which is logged."""
-    for name, (old, new) in changed.items():
-        flag = f"--{name}"
-        if setting_name(name) != name:  # a fingerprint
-            flag = name
-        logger.warning("From step %d on, %s is %s (before: %s).", history.step, flag, new, old)
+    """Write `run.json`: the resolved settings of a run, `run_record()`, and what a resume changed, which is logged:
+    settings, versions and hardware."""
+    machine = run_record()
+    all_changed = dict(changed)
+    for name, value in machine_facts(machine).items():
+        if history.machine.get(name, value) != value:
+            all_changed[name] = [history.machine[name], value]
+    for name, (old, new) in all_changed.items():
+        label = name
+        if name in changed and setting_name(name) == name:  # no fingerprint
+            label = f"--{name}"
+        logger.warning("From step %d on, %s is %s (before: %s).", history.step, label, new, old)
     changes = list(history.changes)
-    if changed:
-        changes.append({"step": history.step, **changed})
-    record = {"settings": settings, "changes": changes, "resumed_at": history.step, **run_record()}
+    if all_changed:
+        changes.append({"step": history.step, **all_changed})
+    record = {"settings": settings, "changes": changes, "resumed_at": history.step, **machine}
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / RECORD, json.dumps(record, indent=1, default=str) + "\n")
 
@@ -213,6 +231,7 @@ def read_history(checkpoint: Path | None) -> RunHistory:
         return RunHistory(step)
     record = read_object(file, "delete it to continue without a record")
     settings = flatten_settings(record["settings"])
+    machine = machine_facts(record)
     earlier_changes: list[Mapping[str, Any]] = []
     # Take back the later changes, the last one first.
     for change in reversed(record["changes"]):
@@ -222,8 +241,9 @@ def read_history(checkpoint: Path | None) -> RunHistory:
         for name, values in change.items():
             if name != "step":
                 old, _ = values
-                settings[name] = old
-    return RunHistory(step, settings, earlier_changes)
+                facts = machine if name in machine else settings
+                facts[name] = old
+    return RunHistory(step, settings, earlier_changes, machine)
 
 
 def flatten_settings(settings: Mapping[str, Any]) -> dict[str, Any]:

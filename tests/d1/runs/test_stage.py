@@ -264,6 +264,25 @@ def test_a_new_rate_has_an_effect_on_a_resume_without_a_record(run: Run, folder:
     assert rates[2:] == pytest.approx([4e-4 * (1 - step / 4) for step in (2, 3)], rel=1e-12)
 
 
+def test_another_machine_is_recorded_from_its_step_on(
+    run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = json.loads((folder / "run.json").read_text())
+    resume = ["--resume", str(folder / "checkpoint-2"), "--lr_scheduler_type", "linear"]
+    with monkeypatch.context() as patch:
+        patch.setattr("d1.runs.record.LIBRARIES", ("torch", "peft"))
+        patch.setattr("d1.runs.record.version", lambda name: {"torch": "0.1"}.get(name, before["versions"][name]))
+        patch.setattr("d1.runs.record.cpu_model", lambda: "another")
+        run(folder, *resume, max_steps=3)
+    changed = {"version of torch": [before["versions"]["torch"], "0.1"]}
+    changed["cpu"] = [before["cpu"], {**before["cpu"], "model": "another"}]
+    assert json.loads((folder / "run.json").read_text())["changes"] == [{"step": 2, "max_steps": [2, 3], **changed}]
+    assert any(text.startswith("From step 2 on, version of torch is 0.1 (before: ") for text in caplog.messages)
+    remove_record(folder / "checkpoint-2")
+    run(folder, *resume, max_steps=3)  # what came after step 2 no longer counts
+    assert json.loads((folder / "run.json").read_text())["changes"] == [{"step": 2, "max_steps": [2, 3]}]
+
+
 def test_a_new_rate_has_an_effect_after_a_branch_without_a_checkpoint(
     run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
