@@ -82,8 +82,8 @@ def draw_noise(
 
     Args:
         maskable: (tokens,) bool, the tokens that may be hidden: those of the answer, never of the prompt.
-        low, high: the part of [0, 1] from which t is drawn. If rows divide [0, 1] evenly among them, their mean varies
-            less than if each row draws from all of it.
+        low, high: the part of [0, 1] from which t is drawn. If they are equal, t is that number, as in an evaluation,
+            and the same random numbers are drawn.
         mirror: the antithetic counterpart of the draw from an equal generator: t -> 1 - t and u -> 1 - u. With
             the level of LLaDA, the two masks together cover every token, and a token is in both with probability
             `NOISE_EPS`.

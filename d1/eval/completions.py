@@ -87,7 +87,7 @@ class Prompt:
     ids: list[int]
     question: str = ""
     ground_truth: Any = None
-    messages: Sequence[dict[str, Any]] = ()  # the same as messages, for the turns with tools
+    messages: Sequence[dict[str, Any]] = ()  # the prompt as chat messages, for the turns with tools
     sample: int = 0  # the completion's number, if a prompt gets several
     samples: int = 1  # how many there are
 
@@ -599,7 +599,8 @@ def generator_of(args: SamplingFlags, prompt: Prompt, turn: int = 0) -> torch.Ge
 
 
 class Rows:
-    """The rows of a stream: problems, in their order. It may end and go on later.
+    """The rows of a stream: problems, in their order. Iteration may end and continue later, when
+    a turn of an episode waits.
 
     Attributes:
         at_work: by the number of a row in the stream, its problem and its number among the problems.

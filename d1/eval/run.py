@@ -164,10 +164,10 @@ def run(args: EvalFlags) -> list[Row]:
         setups = zip(journals, identities, strict=True)
         incomplete = from_rank_0(lambda: [journal.prepare(identity, args.overwrite) for journal, identity in setups])
 
-        model = functools.cache(lambda: completions.load_model_for(args, folder))
+        load = functools.cache(lambda: completions.load_model_for(args, folder))
         for length_run, journal, identity, to_do in zip(runs, journals, identities, incomplete, strict=True):
             if to_do:
-                completions.complete(length_run, model, tokenizer, prompts, journal)
+                completions.complete(length_run, load, tokenizer, prompts, journal)
                 if rank == 0:
                     task_name = completions.task_name(length_run)
                     results = generation_file(length_run, task_name, prompts, journal.read())

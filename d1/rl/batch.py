@@ -719,7 +719,7 @@ def loss_inputs(
         view_old = view_logps.detach()
 
     # What not every rollout has.
-    def padded(name: str, padding: int = 0) -> Tensor | None:
+    def stored_tokens(name: str, padding: int = 0) -> Tensor | None:
         if name not in batch:
             return None
         return pad_to_width(batch[name], width, padding)
@@ -749,13 +749,13 @@ def loss_inputs(
         view_advantages=batch.get("view_advantages"),
         log_ratios=batch.get("log_ratios"),
         sibling_advantages=batch.get("sibling_advantages"),
-        sibling_ids=padded("sibling_ids", -1),
+        sibling_ids=stored_tokens("sibling_ids", -1),
         sibling_positions=mean_count("sibling_positions"),
         progress=progress,
         is_right=is_right,
         turns=turns,
-        given=padded("given"),
-        old_entropies=padded("old_entropies"),
+        given=stored_tokens("given"),
+        old_entropies=stored_tokens("old_entropies"),
     )
     if sampling_weight_cap is None:
         return inputs

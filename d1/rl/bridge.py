@@ -1,4 +1,5 @@
-"""Everything that depends on private parts of TRL 1.16: its private methods and state, and two patches.
+"""What the core needs of private parts of TRL (1.15 and 1.16): its private methods and state, and a patch of its
+constructor (`reference_from`). `d1/tools/trainer.py` has what episodes need.
 
 `CanvasGRPOTrainer` is TRL's GRPOTrainer with its private methods reduced to three that a subclass defines: `rollout`,
 `after_rollout`, `loss`. The parts can be deleted one by one when TRL offers
@@ -66,7 +67,7 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
       TRL stores nothing, and in the loss it returns what `trl_loss` was given;
     - `_compute_loss`, to call `loss`;
     - `_calculate_rewards`, to time it, to keep each row's weighted sum of rewards and its accuracy, and to leave out
-      rows without a reward;
+      rows without a reward.
     Overrides of Trainer's own methods are in `RunTrainer`; `train_sampler` gives it an order that survives a resume.
     """
 
@@ -105,6 +106,8 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
     def loss(self, model: Any, batch: Batch) -> Tensor:
         """The loss of a micro-batch."""
         raise NotImplementedError
+
+    # --- Token ids as tensors -----------------------------------------------------------------------------------------
 
     def encoded(self, prompts: list) -> list[list[int]]:
         """The ids of each prompt of chat messages, as in a rollout."""
@@ -199,8 +202,7 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
         # TRL tests whether a standard deviation is 0. Rounding can prevent that for equal rewards; with scale_rewards
         # batch, it is that of all groups together. The other aggregation scales the rewards of each function.
         if self.multi_objective_aggregation == "sum_then_normalize":
-            group = self.num_generations if self.model.training else self.num_generations_eval
-            rewards = self.accelerator.gather(self.row_rewards[REWARD]).view(-1, group)
+            rewards = self.accelerator.gather(self.row_rewards[REWARD]).view(-1, self.group)
             self.replace_metric(EQUAL_REWARDS, has_equal_rewards(rewards).float().mean().item())
         return batch | self.row_record() | self.row_rewards
 
@@ -287,6 +289,17 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
         return [dataset[index] for index in order]
 
     # --- TRL's private state ------------------------------------------------------------------------------------------
+
+    @property
+    def mode(self) -> str:
+        return "train" if self.model.training else "eval"
+
+    @property
+    def group(self) -> int:
+        """Rows per prompt."""
+        if self.mode == "eval":
+            return self.num_generations_eval
+        return self.num_generations
 
     @property
     def micro_step(self) -> int:
@@ -432,13 +445,11 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
 
     def log_metric(self, name: str, value: float) -> None:
         """Adds a value to the mean that is logged next as `name`, in an evaluation as `eval_name`."""
-        mode = "train" if self.model.training else "eval"
-        self._metrics[mode][name].append(value)
+        self._metrics[self.mode][name].append(value)
 
     def replace_metric(self, name: str, value: float) -> None:
         """Replaces the value that TRL added last to the mean that is logged as `name`."""
-        mode = "train" if self.model.training else "eval"
-        self._metrics[mode][name][-1] = value
+        self._metrics[self.mode][name][-1] = value
 
     def clear_evaluation_metrics(self) -> None:
         """Removes the metrics of evaluations that ended without a log: of `predict`, or in an error."""

@@ -3,8 +3,9 @@
 The class reads in the order of the work on a batch. *Sample*: one canvas per prompt. *Reward*: TRL computes rewards and
 advantages, which some methods change. *Views*: those of every update are drawn (`d1/scoring/estimators.py`). *Score*:
 old and reference log-probabilities in these views. *Loss*: the policy is scored in the views of the current update, for
-TRL's loss or one of `OBJECTIVES`. Then come the loop, the checkpoint state and the budget. Overrides of TRL's own
-methods are in `bridge.py`; the keys of a batch are listed in `batch.py`.
+TRL's loss or one of `OBJECTIVES`. Then come the loop, the checkpoint state and the budget. Overrides of TRL's
+private methods, which call `rollout`, `after_rollout` and `loss`, are in `bridge.py`; the keys of a batch are listed in
+`batch.py`.
 """
 
 from __future__ import annotations
@@ -201,12 +202,9 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         self.budget_share = 0.0  # the share of `max_compute_tokens` spent before the current step
 
     def check_completions(self, args: DiffuGRPOConfig, has_rollout_func: bool, environments: Any) -> None:
-        """Raises ValueError for settings that do not fit how completions are made: of one canvas each."""
+        """Raises ValueError for settings that do not fit how completions are made: of one canvas each.
+        `has_rollout_func` and `environments` are for `EpisodeTrainer`."""
         check_single_turn(args)
-
-    @property
-    def mode(self) -> str:
-        return "train" if self.model.training else "eval"
 
     @property
     def update(self) -> int:
@@ -230,13 +228,6 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         per_epoch = self.rollouts_per_epoch * self.micro_steps_per_rollout
         epoch, number = divmod(micro_step, per_epoch)
         return epoch * math.ceil(per_epoch / accumulation) + number // accumulation
-
-    @property
-    def group(self) -> int:
-        """Rows per prompt."""
-        if self.mode == "eval":
-            return self.num_generations_eval
-        return self.num_generations
 
     def key(self, purpose: str, micro_step: int | None = None) -> tuple[int, int, int]:
         """(seed, stream, optimizer step) of the rollout at a micro-step (default: this one): the same for every split
@@ -351,7 +342,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
             return super().sampled_batch(rows)
         ranks = RankView(self.accelerator.gather, self.first_row(size))
 
-        def padded(batch: Batch) -> Batch:
+        def pad_to_canvas(batch: Batch) -> Batch:
             gen_length, pad_id = self.sampling.gen_length, self.text_tokenizer.pad_token_id
             return pad_batch(batch, prompt=args.max_prompt_length, canvas=gen_length, pad=pad_id)
 
@@ -362,7 +353,9 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
             self.refill += 1
             more = self.next_batch(size)
             new = self.prompts_to_keep(more, ranks)
-            batch, kept = replace_filtered_groups(padded(batch), kept, padded(more), new, self.group, ranks)
+            batch, kept = replace_filtered_groups(
+                pad_to_canvas(batch), kept, pad_to_canvas(more), new, self.group, ranks
+            )
 
         # Pad the prompts to the longest one again.
         if self.refill:

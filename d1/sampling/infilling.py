@@ -137,11 +137,13 @@ def infill_steps(
     fill_positions = fill_positions.to(ids.device, non_blocking=True)
     canvas = Canvas.create(ids.masked_fill(hidden, mask_token_id), visible, visible.bool() & ~hidden, fill_positions)
     batch = Batch.create(progress, canvas, generator)
-    masked = not bool(seen.all())
+    needs_attention_mask = not bool(seen.all())
 
     def all_steps() -> Iterator[Step]:
         for sizes, rows in groups.items():
-            passes = samplers[sizes].passes(NO_CACHE, device=ids.device, masked=masked, aligned=True)
+            passes = samplers[sizes].passes(
+                NO_CACHE, device=ids.device, needs_attention_mask=needs_attention_mask, aligned=True
+            )
             yield from samplers[sizes].unmask_rows(batch, rows, passes)
 
     # Any of the samplers can check the canvas: they share the model.

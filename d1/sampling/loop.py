@@ -27,7 +27,7 @@ from d1.sampling.settings import SamplingSettings
 
 Stops = Callable[[Sequence[int]], bool]  # whether a completion that begins with these ids ends with them
 
-# --- The canvas, the progress of each row, and the EOS stop, which decides which rows leave ---------------------------
+# --- The progress of each row, and the EOS stop, which decides which rows leave ---------------------------------------
 
 
 def eos_cut(completion_ids: Tensor, eos_token_ids: Sequence[int] | Tensor, including: bool = True) -> Tensor:
@@ -41,7 +41,7 @@ class Row:
     """The progress of one row."""
 
     number: int  # the number of its prompt in the batch or the stream
-    prompt: int  # positions before the completion that passes process: the prompt's tokens, with or without padding
+    prompt: int  # positions before the completion that a pass processes: the prompt's tokens, with or without padding
     prompt_in_block: int  # of these, those from a start of a block of a block-causal model to the completion
     schedule: list[list[int]]  # tokens revealed in each step of each block
     generator: Generator | None = None  # its own; None if it draws nothing or draws from the generator of the batch
@@ -245,7 +245,7 @@ class Targets(NamedTuple):
 
     Attributes:
         rows: (n,) numbers in the batch.
-        positions: in the canvas.
+        positions: in the text, prompt included.
         is_target: bool, false for the padding of a row with fewer positions than another one.
         hidden: bool, whether the position still hides its token.
         counts: how many positions each row needs.
@@ -280,7 +280,8 @@ class Sampler:
     """How a model fills a canvas, step by step: mask -> predict -> choose -> write.
 
     Other steps are subclasses: for a causal context (`causal.py`), with edits (`edits.py`), and of rows with settings
-    of their own (`stream.py`). A model with uniform noise has no mask tokens, and a loop of its own (`uniform.py`).
+    of their own (`stream.py`). A model with uniform noise has no mask tokens, and a loop of its own (`uniform.py`);
+    so has the sampler scdd (`scdd.py`).
     """
 
     model: Any
@@ -288,13 +289,13 @@ class Sampler:
     mask_token_id: int
     noise_dtype: torch.dtype
 
-    def passes(self, cache: Cache, *, device: Any, masked: bool, aligned: bool) -> Passes:
+    def passes(self, cache: Cache, *, device: Any, needs_attention_mask: bool, aligned: bool) -> Passes:
         return cache.passes(
             self.model,
             branches=2 if self.settings.cfg_scale else 1,
             mask_token_id=self.mask_token_id,
             device=device,
-            masked=masked,
+            needs_attention_mask=needs_attention_mask,
             aligned=aligned,
         )
 
@@ -312,8 +313,8 @@ class Sampler:
         )
         hidden = batch.hidden[rows]  # (n, block)
 
-        # Mask: the positions of its block that each row predicts, ascending. A row with fewer of them than another one
-        # is padded with other positions, each a different one.
+        # Mask: the hidden positions of its block that each row predicts, ascending. A row with fewer of them than
+        # another one is padded with other positions, each a different one.
         predicted, counts = self.positions_to_predict(batch, progress, hidden)
         in_block = predicted.logical_not().byte().argsort(dim=1, stable=True)[:, : max(counts)]
         indices = (filled.unsqueeze(1) + in_block) % canvas.fill_positions.shape[1]

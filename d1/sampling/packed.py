@@ -29,7 +29,7 @@ class PackedPasses(Passes):
         self.lengths = None
 
     def states(self, ids: Tensor, visible: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        if not self.masked:
+        if not self.needs_attention_mask:
             return super().states(ids, visible, positions)
         if self.lengths is None:
             self.lengths = self.locate_tokens(visible)

@@ -49,7 +49,8 @@ class KVCacheRows:
 
 
 class Block(NamedTuple):
-    """The positions of the canvas where a row fills its block: from `start` up to but not including `end`."""
+    """The positions of the text, prompt included, where a row fills its block: from `start` up to but not including
+    `end`."""
 
     start: int
     end: int
@@ -65,16 +66,16 @@ class Passes:
     Args:
         branches: 2 with guidance, otherwise 1.
         mask_token_id: the token at hidden positions.
-        masked: whether a pass needs an attention mask, because some position is invisible or, in a cache, may be.
+        needs_attention_mask: whether some position is invisible or, in a cache, may be.
         aligned: whether all rows fill the same positions.
     """
 
     def __init__(
-        self, model: Any, *, branches: int, mask_token_id: int, device: Any, masked: bool, aligned: bool
+        self, model: Any, *, branches: int, mask_token_id: int, device: Any, needs_attention_mask: bool, aligned: bool
     ) -> None:
         self.backbone = forward_pass(model)
         self.branches, self.mask_token_id, self.device = branches, mask_token_id, device
-        self.masked, self.aligned = masked, aligned
+        self.needs_attention_mask, self.aligned = needs_attention_mask, aligned
         self.over_queries = takes_masks_over_queries(model.config)
         # Where logits predict the next token, the state for a position is that of the token before it.
         self.shift = int(getattr(model.config, "predicts_next_token", False))
@@ -100,7 +101,7 @@ class Passes:
         options: dict[str, Any] = {}
         if past is not None:
             options[CACHE] = past
-        if self.masked and self.over_queries:
+        if self.needs_attention_mask and self.over_queries:
             options["position_ids"] = count_positions(visible)
         return self.backbone(ids, self.mask(visible, ids.shape[1]), positions, **options)
 
@@ -133,7 +134,7 @@ class Passes:
 
     def mask(self, visible: Tensor, queries: int) -> Tensor | None:
         """The attention mask for `queries` queries that see the keys `visible` (rows, keys)."""
-        if not self.masked:
+        if not self.needs_attention_mask:
             return None
         if self.over_queries:
             return over_queries(visible, queries)
@@ -243,7 +244,7 @@ class Windows(WindowPasses):
     def __init__(self, model: Any, *, to_end: bool, **options: Any) -> None:
         super().__init__(model, **options)
         self.to_end = to_end
-        self.masked = self.masked or not self.aligned
+        self.needs_attention_mask = self.needs_attention_mask or not self.aligned
 
     def first_pass(self, ids: Tensor, visible: Tensor, positions: Tensor) -> tuple[Window, Tensor, Tensor]:
         past, length = DynamicCache(), ids.shape[1]
@@ -287,7 +288,7 @@ class FinishedBlocks(WindowPasses):
 
     def __init__(self, model: Any, **options: Any) -> None:
         super().__init__(model, **options)
-        self.masked, self.size = True, model.config.block_size
+        self.needs_attention_mask, self.size = True, model.config.block_size
         self.stored: list[int] = []  # how many positions of each row are in `finished`, from its origin
 
     def gather_cache_rows(self, rows: Tensor) -> None:
@@ -488,7 +489,7 @@ class DelayedPasses(Passes):
 
     def __init__(self, model: Any, *, lasts: bool, **options: Any) -> None:
         super().__init__(model, **options)
-        self.lasts, self.masked = lasts, True
+        self.lasts, self.needs_attention_mask = lasts, True
         self.origins: list[int] = []  # of the rows that began the block
         self.width = 0  # upper limit of the stale positions per row at work
         self.waiting: list[tuple[Tensor, DynamicCache, Tensor, int]] = []  # at_work, past, stale, width of waiting rows

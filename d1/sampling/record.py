@@ -12,7 +12,8 @@ from torch import Tensor
 
 @dataclass
 class Canvas:
-    """The rows of a text that is being filled."""
+    """Texts that are being filled: the prompt and, after it, what the documents call the canvas. Positions count from
+    the first column of a text, with its padding."""
 
     ids: Tensor  # (rows, length), with the mask token where a token is hidden
     visible: Tensor  # (rows, length), 1 at real tokens
@@ -123,7 +124,8 @@ class Step:
 
     rows: Tensor  # (n,) which rows of the batch
     numbers: Tensor  # (n,) how many earlier passes each of these rows took part in
-    positions: Tensor  # (n, k) masked positions of the canvas, left to right; short rows are padded with revealed ones.
+    # (n, k) masked positions of the text, prompt included, left to right; short rows are padded with revealed ones.
+    positions: Tensor
     # With editing, all positions of the block.
     revealed: Tensor  # (n, k) bool, whether the pass wrote its prediction there: to a masked position or as an edit
     ids: Tensor  # (n, k) the predictions; log-probs and entropies are those of `Rollout`

@@ -123,7 +123,7 @@ def rollout_steps(
         generators = generator if isinstance(generator, Sequence) else []
         return steps_of_all(model, prompt_ids, attention_mask, settings, generators, eos_token_ids or (), mask_token_id)
 
-    masked = not bool(attention_mask.all())
+    needs_attention_mask = not bool(attention_mask.all())
     sampler = make_sampler(model, settings, mask_token_id, noise_dtype)
     canvas = start_canvas(prompt_ids, attention_mask, settings.gen_length, mask_token_id)
     if start is not None:
@@ -176,7 +176,9 @@ def rollout_steps(
         if start is not None:  # its rows may all be whole
             yield empty_step(canvas)
         for group in sorted(groups):
-            passes = sampler.passes(cache, device=canvas.ids.device, masked=masked, aligned=True)
+            passes = sampler.passes(
+                cache, device=canvas.ids.device, needs_attention_mask=needs_attention_mask, aligned=True
+            )
             yield from sampler.unmask_rows(batch, groups[group], passes, eos_token_ids or ())
 
     return sampler.check_finite(all_steps(), canvas)

@@ -174,7 +174,7 @@ def scdd_steps(
     stop."""
     canvas = start_canvas(prompt_ids, attention_mask, settings.gen_length, mask_token_id)
     active, first = list(range(len(prompt_ids))), prompt_ids.shape[1]
-    masked = not bool(attention_mask.all())
+    needs_attention_mask = not bool(attention_mask.all())
     max_writes = max(2, *(len(block) for block in settings.schedule()))
     for block in settings.schedule():
         at = slice(first, first + sum(block))
@@ -189,7 +189,7 @@ def scdd_steps(
             generators=[generators[row] for row in active],
             mask_token_id=mask_token_id,
             max_writes=max_writes,
-            masked=masked,
+            needs_attention_mask=needs_attention_mask,
         )
 
         # The EOS stop: rows that have ended leave.
@@ -219,14 +219,19 @@ def fill_block(
     generators: Sequence[Generator],
     mask_token_id: int,
     max_writes: int,
-    masked: bool,
+    needs_attention_mask: bool,
 ) -> Iterator[Step]:
     """Fill the positions `at` of `rows`, which are hidden, in `passes` forward passes."""
     device, noise = canvas.ids.device, MixedNoise(model.config.uniform_ratio)
     positions = torch.arange(at.start, at.stop, device=device).expand(len(rows), -1)
     visible = canvas.visible[rows]
     whole_text = cache_of(model.config, None, False).passes(
-        model, branches=1, mask_token_id=mask_token_id, device=device, masked=masked, aligned=True
+        model,
+        branches=1,
+        mask_token_id=mask_token_id,
+        device=device,
+        needs_attention_mask=needs_attention_mask,
+        aligned=True,
     )
     all_times = torch.linspace(1, END, max(passes, 2), device=device, dtype=torch.float64)
     for number in range(passes):

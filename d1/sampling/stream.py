@@ -210,7 +210,7 @@ class Stream:
             branches=2 if guided else 1,
             mask_token_id=mask_token_id,
             device=model.device,
-            masked=not alone,
+            needs_attention_mask=not alone,
             aligned=alone,
         )
         self.sampler: Sampler = PerRowSampler(model, SamplingSettings(1, 1, 1), mask_token_id, noise_dtype)
@@ -326,9 +326,9 @@ class Stream:
         if settings.first_token is not None and not request.ids:
             raise ValueError(f"prompt {request.number} of the stream is empty: a causal context needs a token")
 
-        prompt_in_block = None
+        filled = None  # of a model with blocks: prompt tokens in the block in which the prompt ends
         if block_size(config):
-            prompt_in_block = len(request.ids) % settings.block_length
+            filled = len(request.ids) % settings.block_length
         prompt_width = len(request.ids)
         if self.alone:
             prompt_width = max(self.prompt_width, prompt_width)
@@ -336,7 +336,7 @@ class Stream:
             number=request.number,
             prompt=prompt_width,
             prompt_in_block=len(request.ids),
-            schedule=settings.schedule(prompt_in_block),
+            schedule=settings.schedule(filled),
             generator=request.generator,
             stops=request.stops,
             cache_rows=request.cache_rows,
@@ -366,10 +366,10 @@ class Stream:
         """Steps until all rows have filled their blocks. Without a cache: until one has, or the caller stops."""
         batch, active = self.batch, list(range(len(self.batch.rows)))
         if self.alone:
-            self.passes.masked = self.passes.masked or self.has_padding
+            self.passes.needs_attention_mask = self.passes.needs_attention_mask or self.has_padding
         else:
             shorter = any(row.prompt < batch.canvas.start for row in batch.rows)
-            self.passes.masked = self.cache.together or shorter
+            self.passes.needs_attention_mask = self.cache.together or shorter
         self.passes.begin_blocks(batch.open_blocks(active), self.kept)
         for step in self.sampler.fill_blocks(batch, active, self.passes, self.cache.together):
             record_step(self.record, step, batch.canvas.start)

@@ -34,8 +34,8 @@ class Forward:
 
     Attributes:
         states: (rows, n, hidden) of a text, the last of which are those of the canvas.
-        noised_tokens: of a model's config and `gen_length`, how many of the last tokens of a text are processed again
-            with noise.
+        noised_tokens: of a model's config and `gen_length`, how many tokens at the end of a text a pass processes
+            twice: clean and noised (with blocks), or by encoder and decoder (with uniform noise).
     """
 
     states: Callable[[Any, ViewText], Tensor]

@@ -27,7 +27,8 @@ class ViewSettings:
         p_mask_prompt: the probability to hide each maskable token of the prompt.
         num_views: Monte Carlo draws per row and update; None is one draw, or every step for replay.
         antithetic, stratified: see `elbo.py`.
-        segments, segment_steps, draw_steps, mean_step: see `replay.py`.
+        segments: into how many segments the steps of a canvas are cut (`d1/rl/methods/d2.py`); None: one per step.
+        segment_steps, draw_steps, mean_step: see `replay.py`.
         branches: of a tree of rollouts, the children of a node of each level; None: rollouts are no trees.
         sampling: all settings of the sampler (`sampler`).
     """

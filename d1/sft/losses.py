@@ -45,7 +45,7 @@ def token_positions(tokens: Tensor, device: torch.device) -> Positions:
 def hidden_states(model: Any, inputs: dict[str, Any], tokens: Tensor, positions: Positions) -> Tensor:
     """Last hidden states (n, hidden size) of a batch's `tokens`, row by row; `positions` are theirs on the device.
 
-    With `tokens` on the CPU, neither pass waits for the device; a boolean index on the device would. A block-causal
+    With `tokens` on the CPU, no pass waits for the device; a boolean index on the device would. A block-causal
     model also reads the clean rows; the noised rows follow them, from the first block with one of the tokens on.
     """
     noised, labels, visible = inputs["input_ids"], inputs["labels"], inputs["attention_mask"]

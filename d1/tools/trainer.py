@@ -21,7 +21,7 @@ from torch import Tensor
 
 from d1.masking import keyed_generator
 from d1.models.kinds import require_masks
-from d1.rl.batch import Batch, RankView, RolloutRecord, record_and_costs
+from d1.rl.batch import Batch, RankView, RolloutRecord, count_scored_tokens, record_and_costs
 from d1.rl.checks import check_episodes
 from d1.rl.config import DiffuGRPOConfig
 from d1.rl.trainer import DiffuGRPOTrainer
@@ -281,7 +281,7 @@ def flatten_episodes(batch: Batch, record: Batch, turns: int, ranks: RankView) -
     # The turns of an episode that TRL has excluded from the loss are excluded, too.
     is_counted = batch["completion_mask"].any(-1).repeat_interleave(turns, 0)
     flat["completion_mask"] = record["completion_mask"] * is_counted.unsqueeze(1)
-    flat["num_items_in_batch"] = ranks.all_gather(flat["completion_mask"].sum()).sum()
+    flat["num_items_in_batch"] = count_scored_tokens(flat, ranks)
     return flat
 
 
