@@ -26,8 +26,8 @@ OPTIONAL += ("uvicorn", "sglang", "tensordict", "verl", "gguf")
 # d1's folders from the bottom up: each may import itself and those of earlier lines.
 LAYERS = (
     ("versions",),
-    ("cpus", "files", "lazy", "ranges", "transformers_bridge"),
-    ("extensions", "hub", "sandbox"),
+    ("cpus", "files", "lazy", "ranges"),
+    ("extensions", "hub", "sandbox", "transformers_bridge"),
     ("models", "masking", "tasks"),
     ("sampling",),
     ("scoring",),
