@@ -81,8 +81,16 @@ def find_method(name: str) -> Method:
     text = path.read_bytes()
     if path in METHOD_FILES and METHOD_FILES[path].text != text:
         remove_method_file(path)
-    if path in METHOD_FILES:
-        return METHOD_FILES[path].method
+    if path not in METHOD_FILES:
+        METHOD_FILES[path] = run_method_file(path, text)
+    file = METHOD_FILES[path]
+    for table, user_entries in file.tables.items():
+        TABLES[table].update(user_entries)
+    return file.method
+
+
+def run_method_file(path: Path, text: bytes) -> MethodFile:
+    """What a user's file with this `text` defines. ValueError as in `find_method`."""
     try:
         module = module_in(path, f"d1_user_method_{path.stem}_{crc32(str(path).encode()):08x}")
         user_tables = {table: getattr(module, table, {}) for table in TABLES}
@@ -101,13 +109,9 @@ def find_method(name: str) -> Method:
     except Exception as error:
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         raise ValueError(f"method file {path}: {kind}{error}") from error
-
-    for table, user_entries in user_tables.items():
-        TABLES[table].update(user_entries)
     if not isinstance(method, Method):
         method = Method(str(path), method)
-    METHOD_FILES[path] = MethodFile(text=text, method=method, tables=user_tables)
-    return method
+    return MethodFile(text=text, method=method, tables=user_tables)
 
 
 def remove_method_file(path: Path) -> None:
