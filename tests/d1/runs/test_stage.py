@@ -408,6 +408,7 @@ def test_a_run_never_writes_over_the_model_that_it_starts_from(
         config = {"peft_type": "LORA", "base_model_name_or_path": str(below)}
         (tmp_path / name).mkdir()
         (tmp_path / name / "adapter_config.json").write_text(json.dumps(config))
+        (tmp_path / name / "adapter_model.safetensors").touch()
     (tmp_path / "link").symlink_to(base)
     (tmp_path / "run").mkdir()
     merged = shutil.copytree(tiny_model_dir, tmp_path / "run" / "merged")
