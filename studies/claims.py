@@ -81,6 +81,8 @@ def arms_of(source: str) -> dict[str, list[Line]]:
         if part in ("sampler_blocks", "short_rl"):
             for line in data("smollm2/data/short_sft.jsonl"):  # where they start
                 lines = [*lines, {**line, "job": f"{line['job']}-trained"}]
+        if part == "short_rl":  # where it starts, in other blocks
+            lines = [*lines, *data("smollm2/data/sampler_blocks.jsonl")]
         return {line["job"]: [{"seed": 0, "right": line["validation"]["right"]}] for line in lines}
     if study == "smollm2":
         found: dict[str, list[Line]] = {}
