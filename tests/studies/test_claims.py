@@ -20,7 +20,7 @@ PAGES = {
     "README.md": 6,
     "docs/studies.md": 2,
     "docs/convert.md": 3,
-    "studies/smollm2/README.md": 18,
+    "studies/smollm2/README.md": 20,
     "docs/samplers.md": 4,
     "docs/leaderboard.md": 13,
     "docs/fast_rollouts.md": 14,
