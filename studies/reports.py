@@ -61,8 +61,11 @@ def share_of_one_run(right: np.ndarray) -> Interval:
 
 
 def paired_difference(gaps: np.ndarray) -> Mean | Interval:
-    """The mean of paired differences (seeds, problems). Of one run, whose differences are -1, 0 or 1, it has Tango's
-    score interval: the one of Student's t is too narrow where few problems differ."""
+    """The mean of paired differences (seeds, problems), with its 95% interval.
+
+    Several runs get the interval of `mean_of`. One run gets Tango's score interval if its differences are -1, 0 or 1,
+    because Student's t interval is too narrow when few problems differ.
+    """
     if len(gaps) > 1 or not np.isin(gaps, (-1, 0, 1)).all():
         return mean_of(gaps)
     wins, losses, problems = int((gaps > 0).sum()), int((gaps < 0).sum()), gaps.size

@@ -48,7 +48,7 @@ from d1.models.kinds import check_room
 from d1.models.load import load_on_device, named_dtype
 from d1.models.memory import check_memory
 from d1.models.precision import cpu_runs_bf16
-from d1.models.tokenizer import check_prompt, encode_prompt, end_ids, load_tokenizer, render_prompt, unread_variables
+from d1.models.tokenizer import check_new_roles, encode_prompt, end_ids, load_tokenizer, render_prompt, unread_variables
 from d1.runs.record import CONTENTS, IMPORTS, hash_file, hash_model, hash_settings
 from d1.sampling import Rollout, eos_cut, rollout_stream
 from d1.sampling.graphs import set_compile
@@ -123,7 +123,7 @@ def read_prompts(args: EvalRun, task: ModuleType, tokenizer: Any, config: Any = 
     template_options = args.chat_template_kwargs or {}
     for note in unread_variables(tokenizer, template_options):
         logger.warning(note)
-    checked_roles = set()  # of prompts that the template writes in full
+    checked_roles: set[tuple[Any, ...]] = set()  # of prompts that the template writes in full
     prompts = []
     for index in indices:
         row = rows[index]
@@ -140,10 +140,7 @@ def read_prompts(args: EvalRun, task: ModuleType, tokenizer: Any, config: Any = 
         messages, options = turns.add_instructions(insert_shots(shots, [*earlier, {**last, "content": content}]))
         try:
             text = render_prompt(tokenizer, messages, **template_options, **options)
-            roles = tuple(message.get("role") for message in messages)
-            if roles not in checked_roles:
-                check_prompt(tokenizer, messages, {**template_options, **options})
-                checked_roles.add(roles)
+            check_new_roles(tokenizer, messages, {**template_options, **options}, checked_roles)
             if args.add_reasoning:
                 text += "<reasoning>"
             ids = encode_prompt(tokenizer, text)
@@ -599,8 +596,8 @@ def generator_of(args: SamplingFlags, prompt: Prompt, turn: int = 0) -> torch.Ge
 
 
 class Rows:
-    """The rows of a stream: problems, in their order. Iteration may end and continue later, when
-    a turn of an episode waits.
+    """The rows of a stream: problems, in their order. Iteration may end and continue later, when a turn of an
+    episode waits.
 
     Attributes:
         at_work: by the number of a row in the stream, its problem and its number among the problems.

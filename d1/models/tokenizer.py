@@ -290,8 +290,7 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """The ids of a text that `render_prompt` wrote; ValueError for a mask token, for a token that the model's embedding
     lacks, and as `encode_text`."""
     ids = encode_text(tokenizer, text)
-    check_no_mask(tokenizer, ids)
-    check_embedded(tokenizer, ids)
+    check_ids(tokenizer, ids)
     return ids
 
 
@@ -303,11 +302,16 @@ def encode_prompts(tokenizer: Any, prompts: Sequence[Sequence[Message]], **optio
         texts = tokenizer.apply_chat_template([with_texts(messages) for messages in prompts], **arguments)
         encoded = [list(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
         for ids in encoded:
-            check_no_mask(tokenizer, ids)
-            check_embedded(tokenizer, ids)
+            check_ids(tokenizer, ids)
     except Exception:  # a template can raise anything
         return None
     return encoded
+
+
+def check_ids(tokenizer: Any, ids: Collection[int], mask_token_id: int | None = None) -> None:
+    """`check_no_mask` and `check_embedded`."""
+    check_no_mask(tokenizer, ids, mask_token_id)
+    check_embedded(tokenizer, ids)
 
 
 def check_no_mask(tokenizer: Any, ids: Collection[int], mask_token_id: int | None = None) -> None:
@@ -493,8 +497,7 @@ def extend_ids(ids: list[int], before: str, part: str, tokenizer: PreTrainedToke
     text = decode_text(tokenizer, whole)
     for part_ids in encodings_after(tokenizer, part):
         if decode_text(tokenizer, ids + part_ids) == text:
-            check_no_mask(tokenizer, part_ids)
-            check_embedded(tokenizer, part_ids)
+            check_ids(tokenizer, part_ids)
             return ids + part_ids
     return ids + encode_prompt(tokenizer, part)
 
@@ -788,6 +791,16 @@ def check_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]
         fields = {name: value for name, value in message.items() if value is not None}
         filled.append({"role": "", "content": "", **fields})
     check_question(tokenizer, filled, options)
+
+
+def check_new_roles(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], options: Options, checked: set[tuple[Any, ...]]
+) -> None:
+    """`check_prompt` for a prompt whose sequence of roles is not in `checked`, to which it is added."""
+    roles = tuple(message.get("role") for message in messages)
+    if roles not in checked:
+        check_prompt(tokenizer, messages, options)
+        checked.add(roles)
 
 
 def check_question(tokenizer: PreTrainedTokenizerBase, messages: list[Message], options: Options) -> None:

@@ -33,7 +33,7 @@ from trl.trainer.utils import RepeatSampler, pad, use_adapter
 from d1.files import valid_unicode_in
 from d1.models import load_model
 from d1.models.head import run_inside
-from d1.models.tokenizer import check_embedded, check_no_mask
+from d1.models.tokenizer import check_ids
 from d1.rl.batch import Batch, RolloutRecord, has_equal_rewards, mean_entropies, pad_to_width, sort_into_mini_batches
 from d1.rl.losses import LossInputs
 from d1.rl.rewards import weighted_sum
@@ -142,8 +142,7 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
         if images is not None:
             raise ValueError("images are not supported: masked diffusion language models take text")
         for ids in prompt_ids:
-            check_no_mask(self.text_tokenizer, ids, self.mask_token_id)
-            check_embedded(self.text_tokenizer, ids)
+            check_ids(self.text_tokenizer, ids, self.mask_token_id)
         repeated: list[list[int]] = []
         for ids, (_, rows) in zip(self.fit_prompts(prompt_ids), groups, strict=True):
             repeated += [ids] * rows

@@ -1043,7 +1043,7 @@ def check_first_token(sampling: SamplingSettings, args: Settings) -> None:
 
 def check_datasets(train_dataset: Any, eval_dataset: Any) -> None:
     """Raise ValueError for data that the trainer cannot go through, or that has no prompts."""
-    from datasets import Dataset, DatasetDict  # here, because the help of RL needs no data
+    from d1.runs.data import require_dataset  # here, because the help of RL needs no data
 
     data = {"train_dataset": train_dataset}
     if isinstance(eval_dataset, dict):
@@ -1053,10 +1053,7 @@ def check_datasets(train_dataset: Any, eval_dataset: Any) -> None:
     for name, rows in data.items():
         if rows is None:  # TRL says whether it may be missing
             continue
-        if isinstance(rows, DatasetDict):
-            raise ValueError(f"{name} is a DatasetDict: choose one of its splits, {', '.join(rows)}")
-        if not isinstance(rows, Dataset):
-            raise ValueError(f"{name} is {type(rows).__name__}, not datasets.Dataset: use Dataset.from_list(rows)")
+        require_dataset(name, rows)
         if "prompt" not in rows.column_names:
             raise ValueError(f"{name} has the columns {', '.join(rows.column_names)}: name the one with prompts prompt")
 

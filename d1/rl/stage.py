@@ -25,8 +25,8 @@ from d1.models.kinds import has_masks, kind_of
 from d1.models.tokenizer import (
     check_chat_template,
     check_mask_token,
+    check_new_roles,
     check_no_mask,
-    check_prompt,
     encode_prompt,
     encode_prompts,
     encode_text,
@@ -281,17 +281,14 @@ def longest_prompt(rows: Dataset, tokenizer: PreTrainedTokenizerBase, args: Diff
     prompts = [tools.add_instructions(prompt) for prompt in rows["prompt"][:]]  # `[:]` reads the column at once
     encoded = encode_prompts(tokenizer, [messages for messages, _ in prompts], **options, **prompts[0][1])
     lengths = []
-    checked_roles = set()  # of prompts that the template writes in full
+    checked_roles: set[tuple[Any, ...]] = set()  # of prompts that the template writes in full
     for number, (messages, of_tools) in enumerate(prompts):
         try:
             if encoded is None:  # one by one, to name the prompt that cannot be encoded
                 ids = encode_prompt(tokenizer, render_prompt(tokenizer, messages, **options, **of_tools))
             else:
                 ids = encoded[number]
-            roles = tuple(message.get("role") for message in messages)
-            if roles not in checked_roles:
-                check_prompt(tokenizer, messages, {**options, **of_tools})
-                checked_roles.add(roles)
+            check_new_roles(tokenizer, messages, {**options, **of_tools}, checked_roles)
             check_no_mask(tokenizer, ids, args.mask_id)
         except ValueError as error:
             raise ValueError(f"problem {number} (from 0): {error}") from error

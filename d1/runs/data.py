@@ -33,6 +33,14 @@ ROWS_PER_PROCESS = 500  # for fewer rows another process saves no time
 LIBRARIES = ("transformers", "tokenizers", "trl")  # whose versions determine the tokens of a row
 
 
+def require_dataset(name: str, data: Any) -> None:
+    """Raise ValueError if the data with this `name` are no `Dataset`."""
+    if isinstance(data, DatasetDict):
+        raise ValueError(f"{name} is a DatasetDict: choose one of its splits, {', '.join(data)}")
+    if not isinstance(data, Dataset):
+        raise ValueError(f"{name} is {type(data).__name__}, not datasets.Dataset: use Dataset.from_list(rows)")
+
+
 def load_rows(train_data: str, known: Iterable[str] = ()) -> Dataset:
     """The rows of a local .json, .jsonl, .parquet or .csv file, of a folder saved by `datasets`, or of a hub data set.
 

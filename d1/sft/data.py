@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from datasets import Dataset, DatasetDict, Features, List, Value
+from datasets import Dataset, Features, List, Value
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DefaultDataCollator, PreTrainedTokenizerBase
@@ -32,7 +32,7 @@ from d1.models.messages import (
 )
 from d1.models.tokenizer import CUT_OFF, encode_turns
 from d1.runs.cli import BAD_ROWS
-from d1.runs.data import IGNORED, BatchRow, describe_row_error, tokenize_rows, usable_rows
+from d1.runs.data import IGNORED, BatchRow, describe_row_error, require_dataset, tokenize_rows, usable_rows
 from d1.sft import columns
 from d1.sft.columns import (
     ALPACA,
@@ -206,10 +206,7 @@ def load_function(spec: str) -> Callable[[Row], Any]:
 
 def check_choices(data: Any, overlong: str, bad_rows: str) -> None:
     """Raise ValueError for data of another class, or without rows, and for choices that there are not."""
-    if isinstance(data, DatasetDict):
-        raise ValueError(f"the data is a DatasetDict: choose one of its splits, {', '.join(data)}")
-    if not isinstance(data, Dataset):
-        raise ValueError(f"the data is {type(data).__name__}, not datasets.Dataset: use Dataset.from_list(rows)")
+    require_dataset("the data", data)
     if not len(data):
         raise ValueError("the data has no rows")
     for name, choice, choices in (("overlong", overlong, OVERLONG), ("bad_rows", bad_rows, BAD_ROWS)):
