@@ -22,7 +22,7 @@ from studies.smollm2.samplers import SAMPLERS
 from studies.smollm2.second_half import DATA as HALF_DATA
 from studies.smollm2.second_half import FIRST, HALVES
 from studies.smollm2.short_rl import DATA as SHORT_RL_DATA
-from studies.smollm2.short_rl import RL_ARMS, SHORT_RL_ARMS, START
+from studies.smollm2.short_rl import RL_ARMS, SHORT_RL_ARMS, START, block_of
 from studies.smollm2.short_sft import DATA as SHORT_DATA
 from studies.smollm2.short_sft import SHORT_ARMS
 from studies.smollm2.steps import ARMS, BLOCK, RATES, SEEDS, Lines, best_arm, best_rate, rate_of_later_runs
@@ -309,15 +309,15 @@ def short_rl_table(lines: Lines, starts: Mapping[int, Mapping[str, Any]]) -> str
     all continue. `starts`: its line for each block length of the sampler."""
     rows = [["SFT", "", str(BLOCK), share([starts[BLOCK]], "validation"), "", "", *cells_of_texts(starts[BLOCK])]]
     for name in SHORT_RL_ARMS:
-        rate, block = RL_ARMS.get(name, (None, BLOCK))
-        cells = [f"+ {name}", f"{rate:g}" if rate else "", str(block)]
+        rate = f"{RL_ARMS[name].rate:g}" if name in RL_ARMS else ""
+        cells = [f"+ {name}", rate, str(block_of(name))]
         if name not in lines:
             rows.append([*cells, *[""] * 6])
             continue
         line = lines[name]
         gap = points(paired_difference(gain_of_rl(lines, starts, name)))
         over_more = ""
-        if block == BLOCK and name != "more" and "more" in lines:
+        if block_of(name) == BLOCK and name != "more" and "more" in lines:
             over_more = points(paired_difference(outcomes(line, "validation") - outcomes(lines["more"], "validation")))
         rows.append([*cells, share([line], "validation"), gap, over_more, *cells_of_texts(line)])
     head = ["stages", "rate of RL", "tokens of a block", "validation, % [95%]", "minus SFT in these blocks [95%]"]
@@ -326,8 +326,7 @@ def short_rl_table(lines: Lines, starts: Mapping[int, Mapping[str, Any]]) -> str
 
 def gain_of_rl(lines: Lines, starts: Mapping[int, Mapping[str, Any]], name: str) -> np.ndarray:
     """(1, problems): what an arm solves minus what its start solves, both with the arm's blocks."""
-    _, block = RL_ARMS.get(name, (None, BLOCK))
-    return outcomes(lines[name], "validation") - outcomes(starts[block], "validation")
+    return outcomes(lines[name], "validation") - outcomes(starts[block_of(name)], "validation")
 
 
 def reasons_table(lines: Lines, starts: Mapping[int, Mapping[str, Any]]) -> str:

@@ -1,4 +1,4 @@
-"""RL, or more SFT in the same time, after the short SFT of `shift`, on a CPU: PROTOCOL.md, sections 8 and 10.
+"""RL, or more SFT in the same time, after the short SFT of `shift`, on a CPU: PROTOCOL.md, sections 8, 10 and 11.
 
     D1_FILES=FOLDER python -m studies.smollm2.short_rl --model SmolLM2-135M-Instruct.Q4_1.gguf    # hours
     python -m smollm.model tiny runs/tiny
@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from d1.runs.cli import run_script
 from studies.json_lines import read_lines
@@ -24,10 +24,31 @@ from studies.smollm2.steps import BLOCK, TASK, Arm, Study, bits_per_byte, judge,
 DATA = short_sft.DATA.with_name("short_rl.jsonl")
 RECIPE = short_sft.ROOT / "recipes" / "smollm2-135m-rl.yaml"
 START = "shift"  # the arm of the short SFT that all arms continue
-RL_ARMS = {"rl": (3e-5, BLOCK), "blocks_of_1": (3e-5, 1), "low_rate": (1e-5, BLOCK)}  # rate, tokens of a block
-SHORT_RL_ARMS = ("rl", "more", "blocks_of_1", "low_rate")  # in the order of the runs
 ROLLOUTS = 40
 SFT_STEPS = 290  # which take as long as the rollouts: PROTOCOL.md
+
+
+class RLArm(NamedTuple):
+    """What differs between arms of RL: the rate, the tokens of a block, and the share of hidden prompt tokens."""
+
+    rate: float = 3e-5
+    block: int = BLOCK
+    p_mask_prompt: float = 0.15
+
+
+RL_ARMS = {
+    "rl": RLArm(),
+    "blocks_of_1": RLArm(block=1),
+    "low_rate": RLArm(rate=1e-5),
+    "shown_blocks_of_1": RLArm(block=1, p_mask_prompt=0.0),
+    "shown": RLArm(p_mask_prompt=0.0),
+}
+SHORT_RL_ARMS = ("rl", "more", "blocks_of_1", "low_rate", "shown_blocks_of_1", "shown")  # in the order of the runs
+
+
+def block_of(name: str) -> int:
+    """Tokens of a block, in RL and in the judgement of an arm."""
+    return RL_ARMS[name].block if name in RL_ARMS else BLOCK
 
 
 def train_start(study: Study) -> Path:
@@ -39,23 +60,15 @@ def train_start(study: Study) -> Path:
 
 
 def train_rl(study: Study, start: Path, name: str) -> dict[str, Any]:
-    """RL by d1's method, with the recipe of `make smollm`, and the rate and the blocks of the arm."""
+    """RL by d1's method, with the recipe of `make smollm`, and the settings of the arm."""
     from d1.rl import train
 
-    rate, block = RL_ARMS[name]
+    arm = RL_ARMS[name]
     out = study.path(f"short-{name}")
     flags: list[object] = ["--config", RECIPE, "--model_path", start, "--output_dir", out]
     flags += ["--dataset", TASK, "--data_file", study.path("rl.jsonl"), "--max_prompt_length", study.longest - 64]
-    flags += [
-        "--learning_rate",
-        rate,
-        "--block_length",
-        block,
-        "--seed",
-        0,
-        "--max_steps",
-        4 if study.tiny else 2 * ROLLOUTS,
-    ]
+    flags += ["--learning_rate", arm.rate, "--block_length", arm.block, "--p_mask_prompt", arm.p_mask_prompt]
+    flags += ["--seed", 0, "--max_steps", 4 if study.tiny else 2 * ROLLOUTS]
     flags += ["--per_device_train_batch_size", 32, "--gradient_accumulation_steps", 2]  # half the memory
     flags += ["--use_cpu", "true", "--bf16", "true", "--eval_strategy", "no", "--resume_from_checkpoint", "true"]
     words = [*map(str, flags)]
@@ -84,8 +97,7 @@ def train_and_judge(study: Study, name: str) -> dict[str, Any]:
     start = train_start(study)
     line = train_rl(study, start, name) if name in RL_ARMS else train_more(study, start)
     model = study.path(f"short-{name}")
-    _, block = RL_ARMS.get(name, (None, BLOCK))
-    judged = judge(study, model, Arm(convert=None, streams=2, block=block), ["validation"])
+    judged = judge(study, model, Arm(convert=None, streams=2, block=block_of(name)), ["validation"])
     return line | judged | {"bits": bits_per_byte(study, model, Arm(convert=None, streams=2))}
 
 
