@@ -13,6 +13,7 @@ from d1.runs.tables import markdown_table
 from pocket.uncertainty import Mean, mean_of, p_values
 from studies.json_lines import read_lines
 from studies.reports import holm, paired_difference, percent, points, share_of_one_run
+from studies.smollm2 import three_seeds
 from studies.smollm2.run import DATA, jobs
 from studies.smollm2.sampler_blocks import BLOCKS, MODELS
 from studies.smollm2.sampler_blocks import DATA as BLOCKS_DATA
@@ -340,11 +341,7 @@ def reasons_table(lines: Lines, starts: Mapping[int, Mapping[str, Any]]) -> str:
         gaps["3. low_rate minus rl"] = gains["low_rate"] - gains["rl"]
     if "blocks_of_1" in gains:
         gaps["4. gain of blocks_of_1 minus gain of rl"] = gains["blocks_of_1"] - gains["rl"]
-    adjusted = [""] * len(gaps)
-    if len(gaps) == 4:
-        adjusted = [f"{p:.2g}" for p in holm([float(p_values(gap)) for gap in gaps.values()])]
-    rows = [[name, points(paired_difference(gap)), p] for (name, gap), p in zip(gaps.items(), adjusted, strict=True)]
-    return markdown_table(["contrast", "points [95%]", "p (Holm)"], rows)
+    return contrast_rows(gaps, tests=4)
 
 
 def cells_of_texts(line: Mapping[str, Any]) -> list[str]:
@@ -367,6 +364,25 @@ def short_rl_rollouts_table(lines: Lines) -> str:
         rows.append(cells)
     head = [column for name in done for column in (f"{name}: right, %", "largest ratio")]
     return markdown_table(["rollouts", *head], rows)
+
+
+def prompt_masks_table(lines: Lines, starts: Mapping[int, Mapping[str, Any]]) -> str:
+    """Section 11: its registered contrasts, with Holm's correction once all are there."""
+    gaps: dict[str, np.ndarray] = {}
+    for name, hidden in {"shown_blocks_of_1": "blocks_of_1", "shown": "rl"}.items():
+        if name in lines:
+            gaps[f"{name} minus SFT, in blocks of {block_of(name)}"] = gain_of_rl(lines, starts, name)
+            gaps[f"{name} minus {hidden}"] = outcomes(lines[name], "validation") - outcomes(lines[hidden], "validation")
+    return contrast_rows({f"{number}. {name}": gap for number, (name, gap) in enumerate(gaps.items(), 1)}, tests=4)
+
+
+def contrast_rows(gaps: Mapping[str, np.ndarray], tests: int) -> str:
+    """A table of contrasts of one run, whose p values have Holm's correction if all `tests` are there."""
+    adjusted = [""] * len(gaps)
+    if len(gaps) == tests:
+        adjusted = [f"{p:.2g}" for p in holm([float(p_values(gap)) for gap in gaps.values()])]
+    rows = [[name, points(paired_difference(gap)), p] for (name, gap), p in zip(gaps.items(), adjusted, strict=True)]
+    return markdown_table(["contrast", "points [95%]", "p (Holm)"], rows)
 
 
 def samplers_table(lines: Lines) -> str:
@@ -392,6 +408,46 @@ def samplers_table(lines: Lines) -> str:
             rows.append([*cells, f"{lines[name]['validation']['passes']:.1f}"])
     head = ["model", "sampler", "validation, % [95%]", "minus exact [95%]", "p (Holm)", "passes"]
     return markdown_table(head, rows)
+
+
+def three_seeds_table(lines: Lines) -> str:
+    """Section 12: each arm over its seeds, and bits per byte in the mean over them."""
+    rows = []
+    for arm, runs in runs_of_seeds(lines).items():
+        if not runs:
+            rows.append([arm, "0", *[""] * 4])
+            continue
+        shares = [share([*runs.values()], split) for split in ("validation", "test")]
+        bits, seconds = (float(np.mean([line[name] for line in runs.values()])) for name in ("bits", "seconds"))
+        rows.append([arm, str(len(runs)), *shares, f"{bits:.3f}", f"{seconds / 60:.0f}"])
+    head = ["arm", "seeds", "validation, % [95%]", "test, % [95%]", "bits per byte", "minutes of training"]
+    return markdown_table(head, rows)
+
+
+def seed_contrasts_table(lines: Lines) -> str:
+    """Section 12: its registered contrasts on test problems, and the same on validation problems, over the seeds that
+    have both runs."""
+    runs = runs_of_seeds(lines)
+    rows = []
+    for number, (arm, other) in enumerate([("shift", "ar"), ("low_rate", "shift"), ("low_rate", "more")], 1):
+        seeds = [seed for seed in runs[arm] if seed in runs[other]]
+        cells = [f"{number}. {arm} minus {other}", f"{len(seeds)} of {len(SEEDS)}"]
+        for split in ("test", "validation"):
+            gap = ""
+            if seeds:
+                ours, theirs = (right_of([runs[name][seed] for seed in seeds], split) for name in (arm, other))
+                gap = points(paired_difference(ours - theirs))
+            cells.append(gap)
+        rows.append(cells)
+    return markdown_table(["contrast", "seeds", "test, points [95%]", "validation, points [95%]"], rows)
+
+
+def runs_of_seeds(lines: Lines) -> dict[str, dict[int, Mapping[str, Any]]]:
+    """Arm -> seed -> its line, in the order of seeds."""
+    ordered = sorted(lines.values(), key=lambda line: line["seed"])
+    return {
+        arm: {line["seed"]: line for line in ordered if line["arm"] == arm} for arm in three_seeds.FOLDERS_OF_SEED_0
+    }
 
 
 def signed(mean: Mean) -> str:
@@ -429,7 +485,9 @@ def parts() -> dict[Path, str]:
     rl = {line["job"]: line for line in read_lines(SHORT_RL_DATA)}
     starts = {BLOCK: short[START], 1: blocks[f"{START}-1"]}
     text += f"\n## RL or more SFT after the short SFT\n\n{short_rl_table(rl, starts)}"
-    text += f"\n{reasons_table(rl, starts)}\n{short_rl_rollouts_table(rl)}"
+    text += f"\n{reasons_table(rl, starts)}\n{prompt_masks_table(rl, starts)}\n{short_rl_rollouts_table(rl)}"
+    seeds = {line["job"]: line for line in read_lines(three_seeds.DATA)}
+    text += f"\n## Three seeds\n\n{three_seeds_table(seeds)}\n{seed_contrasts_table(seeds)}"
     samplers = {line["job"]: line for line in read_lines(SAMPLERS_DATA)}
     text += f"\n## Samplers with fewer passes\n\n{samplers_table(samplers)}"
     text += f"\n## Completions of the first test problems\n\n{texts_table(lines)}"

@@ -59,16 +59,15 @@ def train_start(study: Study) -> Path:
     return study.path(f"short-{START}-0")
 
 
-def train_rl(study: Study, start: Path, name: str) -> dict[str, Any]:
+def train_rl(study: Study, start: Path, name: str, out: Path, seed: int = 0) -> dict[str, Any]:
     """RL by d1's method, with the recipe of `make smollm`, and the settings of the arm."""
     from d1.rl import train
 
     arm = RL_ARMS[name]
-    out = study.path(f"short-{name}")
     flags: list[object] = ["--config", RECIPE, "--model_path", start, "--output_dir", out]
     flags += ["--dataset", TASK, "--data_file", study.path("rl.jsonl"), "--max_prompt_length", study.longest - 64]
     flags += ["--learning_rate", arm.rate, "--block_length", arm.block, "--p_mask_prompt", arm.p_mask_prompt]
-    flags += ["--seed", 0, "--max_steps", 4 if study.tiny else 2 * ROLLOUTS]
+    flags += ["--seed", seed, "--max_steps", 4 if study.tiny else 2 * ROLLOUTS]
     flags += ["--per_device_train_batch_size", 32, "--gradient_accumulation_steps", 2]  # half the memory
     flags += ["--use_cpu", "true", "--bf16", "true", "--eval_strategy", "no", "--resume_from_checkpoint", "true"]
     words = [*map(str, flags)]
@@ -82,11 +81,10 @@ def train_rl(study: Study, start: Path, name: str) -> dict[str, Any]:
     }
 
 
-def train_more(study: Study, start: Path) -> dict[str, Any]:
+def train_more(study: Study, start: Path, out: Path, seed: int = 1) -> dict[str, Any]:
     """More SFT: a second stage of the short SFT, with new rows and a rate of its own from 3e-4 to 0."""
-    out = study.path("short-more")
     words = stage_flags(study, START, 0, start, out.name)
-    words += ["--seed", "1", "--max_steps", "8" if study.tiny else str(SFT_STEPS)]  # the last of two flags counts
+    words += ["--seed", str(seed), "--max_steps", "8" if study.tiny else str(SFT_STEPS)]  # the last of two flags counts
     train_stage(words)
     return {"settings": without_folder(study, words), "losses": losses_of(out), "seconds": seconds_of(out)}
 
@@ -95,8 +93,8 @@ def train_and_judge(study: Study, name: str) -> dict[str, Any]:
     """The line of an arm: its training, and its judgement on the validation problems with the blocks that it had. Bits
     per byte are those in the blocks of the short SFT."""
     start = train_start(study)
-    line = train_rl(study, start, name) if name in RL_ARMS else train_more(study, start)
     model = study.path(f"short-{name}")
+    line = train_rl(study, start, name, model) if name in RL_ARMS else train_more(study, start, model)
     judged = judge(study, model, Arm(convert=None, streams=2, block=block_of(name)), ["validation"])
     return line | judged | {"bits": bits_per_byte(study, model, Arm(convert=None, streams=2))}
 

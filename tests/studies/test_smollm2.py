@@ -9,6 +9,7 @@ import time
 from dataclasses import fields
 from fractions import Fraction
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -22,22 +23,37 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from d1.eval.scores import user_tasks
 from d1.rl import DiffuGRPOConfig
+from pocket.uncertainty import mean_of
 from smollm import model as smollm_model
 from studies.json_lines import append_line, read_lines
-from studies.smollm2 import run, sampler_blocks, samplers, second_half, short_rl, short_sft, steps, study_svamp
+from studies.reports import points
+from studies.smollm2 import (
+    run,
+    sampler_blocks,
+    samplers,
+    second_half,
+    short_rl,
+    short_sft,
+    steps,
+    study_svamp,
+    three_seeds,
+)
 from studies.smollm2.report import (
     contrasts_table,
     conversion_table,
     cpu_rates_table,
     masks_table,
+    prompt_masks_table,
     reasons_table,
     sampler_blocks_table,
     samplers_table,
     second_half_table,
+    seed_contrasts_table,
     short_rl_rollouts_table,
     short_rl_table,
     short_sft_table,
     stages_table,
+    three_seeds_table,
 )
 from tests.d1.models.test_gguf import write_gguf
 
@@ -620,15 +636,13 @@ def test_rl_and_more_sft_start_from_the_short_sft(tmp_path):
 
 
 def test_in_blocks_of_one_token_rl_scores_what_was_sampled(tmp_path):
-    """The estimator sees what the sampler saw if a block has one token, but for the prompt tokens that it hides."""
+    """The estimator sees what the sampler saw if a block has one token and no prompt token is hidden."""
     study = tiny_study(tmp_path)
     (tmp_path / "ar" / "tokenizer_config.json").touch()
     study.path("rl.jsonl").write_text(4 * study.path("validation.jsonl").read_text())
-    (tmp_path / "clean.yaml").write_text(short_rl.RECIPE.read_text() + "\np_mask_prompt: 0.0\n")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(short_rl, "RECIPE", tmp_path / "clean.yaml")
-        short_rl.train_rl(study, short_rl.train_start(study), "blocks_of_1")
-    first = read_lines(study.path("short-blocks_of_1/metrics.jsonl"))[0]
+    out = tmp_path / "run"
+    short_rl.train_rl(study, short_rl.train_start(study), "shown_blocks_of_1", out)
+    first = read_lines(out / "metrics.jsonl")[0]
     assert first["sampling/logp_difference_abs"] < 0.01  # bf16; in blocks of 8, it is .14
 
 
@@ -649,7 +663,7 @@ def test_rl_and_more_sft_are_compared_by_problem():
     assert rl[6:] == ["0.200", "20.0", "2"]
     assert more[4].startswith("+75.0 [")
     assert more[5] == ""
-    assert missing == [["+ blocks_of_1", "3e-05", "1", *[""] * 6], ["+ low_rate", "1e-05", "8", *[""] * 6]]
+    assert missing[:2] == [["+ blocks_of_1", "3e-05", "1", *[""] * 6], ["+ low_rate", "1e-05", "8", *[""] * 6]]
 
     lines |= {"blocks_of_1": line("0111"), "low_rate": line("1110")}
     assert cells(short_rl_table(lines, starts))[3][4].startswith("+25.0 [")  # minus the start in blocks of 1
@@ -663,6 +677,12 @@ def test_rl_and_more_sft_are_compared_by_problem():
     del lines["low_rate"]
     assert [row[2] for row in cells(reasons_table(lines, starts))] == ["", ""]  # not all tests are there
 
+    lines |= {"shown_blocks_of_1": line("1111"), "shown": line("1110")}
+    first, *_, last = cells(prompt_masks_table(lines, starts))
+    assert first[1].startswith("+50.0 [")  # minus the start in blocks of 1
+    assert last[0] == "4. shown minus rl"
+    assert last[1].startswith("+25.0 [")
+
     logged = {"right": [0.0, 0.5, 0.25, 0.75, 1.0], "ratio_max": [1.0, 3.0, 1.0, 2.0, 1.5]}
     assert cells(short_rl_rollouts_table({"rl": logged, "low_rate": logged})) == [
         ["1 to 2", "25.0", "3.00", "25.0", "3.00"],
@@ -670,6 +690,58 @@ def test_rl_and_more_sft_are_compared_by_problem():
         ["4 to 4", "75.0", "2.00", "75.0", "2.00"],
         ["5 to 5", "100.0", "1.50", "100.0", "1.50"],
     ]
+
+
+def test_seeds_of_the_short_study_continue_their_own_start(tmp_path):
+    study = tiny_study(tmp_path)
+    (tmp_path / "ar" / "tokenizer_config.json").touch()
+    for name in ("rl.jsonl", "test.jsonl"):
+        study.path(name).write_text(4 * study.path("validation.jsonl").read_text())
+    shift = three_seeds.train_and_judge(study, "shift", 1)
+    assert len(shift["test"]["right"]) == 8
+    before = load_file(study.path("seed-1-shift/model.safetensors"))
+    for arm, flag in {"low_rate": "--model_path", "more": "--model_name"}.items():
+        line = three_seeds.train_and_judge(study, arm, 1)
+        assert line["settings"][line["settings"].index(flag) + 1] == "OUTPUT_DIR/seed-1-shift"
+        seeds = [value for name, value in pairwise(line["settings"]) if name == "--seed"]
+        assert seeds[-1] == {"low_rate": "1", "more": "2"}[arm]
+    after = load_file(study.path("seed-1-more/model.safetensors"))
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+
+    # A model of seed 0 that the other scripts left is not trained again
+    start = short_rl.train_start(study)
+    kept = start.joinpath("model.safetensors").stat().st_mtime_ns
+    again = three_seeds.train_and_judge(study, "shift", 0)
+    assert start.joinpath("model.safetensors").stat().st_mtime_ns == kept
+    assert again["losses"] == steps.losses_of(start)
+    other = load_file(start / "model.safetensors")
+    assert any(not torch.equal(before[name], other[name]) for name in before)  # of another seed
+
+
+def test_three_seeds_are_compared_by_problem_and_seed():
+    def line(arm, seed, right):
+        part = {"right": right}
+        return {"arm": arm, "seed": seed, "validation": part, "test": part, "bits": 0.25, "seconds": 60}
+
+    def cells(table):
+        return [[cell.strip() for cell in row.split("|")[1:-1]] for row in table.splitlines()[2:]]
+
+    lines = [line("shift", 2, "1000"), line("shift", 0, "1100"), line("ar", 1, "1111"), line("ar", 0, "1111")]
+    lines += [line("ar", 2, "1110"), line("low_rate", 2, "0000")]
+    by_job = {str(number): one for number, one in enumerate(lines)}
+    shift, ar, rl, more = cells(three_seeds_table(by_job))
+    assert shift[1] == "2"
+    assert shift[2].startswith("37.5 [")
+    assert ar[4:] == ["0.250", "1"]
+    assert rl[2].startswith("0.0 [")
+    assert more == ["more", "0", "", "", "", ""]
+    first, second, third = cells(seed_contrasts_table(by_job))
+    assert first[:2] == ["1. shift minus ar", "2 of 3"]
+    mean = mean_of(np.array([[0, 0, -1, -1], [0, -1, -1, 0]], dtype=float))
+    assert first[2] == first[3] == points(mean)
+    assert second[1] == "1 of 3"  # seed 2 alone
+    assert second[2].startswith("-25.0 [")
+    assert third == ["3. low_rate minus more", "0 of 3", "", ""]
 
 
 def test_samplers_are_compared_with_exact(tmp_path, monkeypatch):
