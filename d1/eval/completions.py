@@ -286,6 +286,7 @@ class Journal:
         self.folder = self.output_dir / f"{setup}.partial"
         self.results = self.output_dir / f"{setup}_0_generations.json"
         self.record = self.output_dir / f"{setup}_record.json"
+        self.identity_file = self.folder / "identity.json"
         # All processes share the lock; rank 0 first takes it exclusively. The system releases it when a process ends,
         # so the files of a killed run block no other run.
         self.lock = FileLock(self.folder / "lock")
@@ -308,19 +309,18 @@ class Journal:
             )
         self.folder.mkdir(parents=True, exist_ok=True)
         self.take_lock(fcntl.LOCK_EX)
-        identity_file = self.folder / "identity.json"
         if overwrite:
             # The identity goes last: completions without one could be taken for those of this run.
-            for path in (self.results, self.record, *self.folder.glob("rank_*.jsonl"), identity_file):
+            for path in (self.results, self.record, *self.folder.glob("rank_*.jsonl"), self.identity_file):
                 path.unlink(missing_ok=True)
         try:
             if self.read():  # else a run was killed before its first completion, and nothing depends on it
                 known = {}
-                if identity_file.is_file():
-                    known = read_object(identity_file, RESTORE_ADVICE)
+                if self.identity_file.is_file():
+                    known = read_object(self.identity_file, RESTORE_ADVICE)
                 self.check_identity(known, identity)
             else:
-                write_atomically(identity_file, json.dumps(identity, indent=1))
+                write_atomically(self.identity_file, json.dumps(identity, indent=1))
             self.take_lock(fcntl.LOCK_SH)
         except (ValueError, OSError):
             self.lock.release()

@@ -130,7 +130,7 @@ def run(args: EvalFlags) -> list[Row]:
     with quick_imports():
         from d1.eval import completions
         from d1.models.tokenizer import check_chat_template
-        from d1.runs.cli import from_rank_0
+        from d1.runs.cli import from_rank_0, require_equal, require_shared
 
     user_task_modules = user_tasks(args.dataset)
     as_d1 = user_task_modules.get(completions.task_name(args)) or load_task(args.dataset)
@@ -144,6 +144,9 @@ def run(args: EvalFlags) -> list[Row]:
     args = replace(args, gen_length=lengths, dtype=args.dtype or completions.default_dtype(config))
     runs = runs_of(args, config)
     rank, _ = completions.join_processes()
+    require_equal(
+        args.dtype, "some processes would compute in bf16 and others not, by checks of their CPUs: pass --dtype"
+    )
     journals: list[Journal] = []
     temporary_dir: str | None = None
     scored = []
@@ -163,6 +166,10 @@ def run(args: EvalFlags) -> list[Row]:
         identities = from_rank_0(lambda: [completions.run_identity(length_run, prompts) for length_run in runs])
         setups = zip(journals, identities, strict=True)
         incomplete = from_rank_0(lambda: [journal.prepare(identity, args.overwrite) for journal, identity in setups])
+        where = "--dont_save writes to $TMPDIR" if args.dont_save else "--output_dir"
+        for journal, to_do in zip(journals, incomplete, strict=True):
+            if to_do:
+                require_shared(journal.identity_file, f"all machines must share the folder of completions, {where}")
 
         load = functools.cache(lambda: completions.load_model_for(args, folder))
         for length_run, journal, identity, to_do in zip(runs, journals, identities, incomplete, strict=True):

@@ -264,6 +264,28 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
     def _compute_loss(self, model: Any, inputs: Batch) -> Tensor:
         return self.loss(model, inputs)
 
+    def _get_eval_sampler(self, eval_dataset: Any) -> Any:
+        # With several processes, Accelerate would fill the last batch with rows that the metrics count again.
+        return super()._get_eval_sampler(self.whole_batches(eval_dataset))
+
+    def whole_batches(self, eval_dataset: Any) -> Any:
+        """The rows that an evaluation reads: with several processes, those of whole batches.
+
+        Raises:
+            ValueError: there are fewer rows than in a batch of all processes.
+        """
+        processes = self.accelerator.num_processes
+        prompts = processes * self.args.eval_batch_size // self.num_generations_eval  # of a batch
+        rows = len(eval_dataset)
+        if processes == 1 or rows % prompts == 0:
+            return eval_dataset
+        if rows < prompts:
+            raise ValueError(
+                f"{rows} rows to evaluate are fewer than a batch of {processes} processes x per_device_eval_batch_size "
+                f"{self.args.eval_batch_size} completions has, {prompts}: choose a smaller one"
+            )
+        return eval_dataset.select(range(rows - rows % prompts))
+
     def train_sampler(self, dataset: Any) -> EpochSampler:
         return self.order_of(dataset, lambda: int(self.state.epoch or 0), repeat_count=self.micro_steps_per_rollout)
 

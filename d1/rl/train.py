@@ -124,15 +124,14 @@ class Parser(TrlParser):
         show_defaults(self)
         return super().format_help()
 
-    def refuse(self, words: Sequence[str]) -> None:
-        """Raises ValueError for words that are not flags; it names the successor of an old flag."""
+    def about_unknown(self, words: Sequence[str]) -> str:
+        """What to say of words that are not flags; it names the successor of an old flag."""
         names = [word.partition("=")[0] for word in words if word.startswith("--")]
         renamed = [f"{name} is now --{RENAMED[name[2:]]}" for name in names if name[2:] in RENAMED]
         if renamed:
-            raise ValueError("; ".join(renamed))
-        if words:
-            hints = hints_of_flags(names, self)
-            raise ValueError(f"there is no such setting: {' '.join(words)}{hints} (--help_all lists them)")
+            return "; ".join(renamed)
+        hints = hints_of_flags(names, self)
+        return f"there is no such setting: {' '.join(words)}{hints} (--help_all lists them)"
 
     def parse_args_and_config(self, args: Iterable[str] | None = None, *more: Any, **kwargs: Any) -> tuple[Any, ...]:
         words: list[str] = []
@@ -159,7 +158,8 @@ class Parser(TrlParser):
         if "--config" in rest:
             at = rest.index("--config")
             del rest[at : at + 2]
-        self.refuse(rest)
+        if rest:
+            self.exit(2, f"{self.prog}: {self.about_unknown(rest)}\n")
 
         # The method, and the flags that must fit others.
         self.named = None
@@ -191,7 +191,8 @@ class Parser(TrlParser):
         for name, value in config.items():
             if name not in fields:
                 unknown += [f"--{name}", str(value)]
-        self.refuse(unknown)
+        if unknown:
+            raise ValueError(self.about_unknown(unknown))
 
         # Aliases
         for alias in list(config):

@@ -181,6 +181,8 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
                 rollout_func=self.source.rollout_func,
                 **kwargs,
             )
+        if args.eval_strategy != "no":
+            self.check_evaluated_rows()
         if args.disable_dropout:
             disable_dropout(self.model)
         # Unless the KL is TRL's, its beta is 0: then TRL adds no KL and reads no reference of its own.
@@ -205,6 +207,21 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         """Raises ValueError for settings that do not fit how completions are made: of one canvas each.
         `has_rollout_func` and `environments` are for `EpisodeTrainer`."""
         check_single_turn(args)
+
+    def check_evaluated_rows(self) -> None:
+        """Logs how many rows evaluations leave out. Raises ValueError if there are fewer than in a batch."""
+        sets: dict[str, Any] = {"eval_dataset": self.eval_dataset}
+        if isinstance(self.eval_dataset, dict):
+            sets = self.eval_dataset
+        for name, rows in sets.items():
+            left_out = len(rows) - len(self.whole_batches(rows))
+            if left_out:
+                logger.warning(
+                    "Evaluations leave out the last %d of %d rows of %s, so that all processes have equal batches",
+                    left_out,
+                    len(rows),
+                    name,
+                )
 
     @property
     def update(self) -> int:

@@ -10,6 +10,7 @@ import gc
 import logging
 import os
 import pickle
+import platform
 import re
 import sys
 import time
@@ -45,6 +46,8 @@ MESSAGES = {  # logger -> the beginning of such a message
 
 # A process other than the first waits this long before it prints: if the first failed, too, a launcher stops it.
 RANK_0_WAIT_SECONDS = 3.0
+
+SHARED_SECONDS = 60.0  # after which another machine sees a new file of a shared folder, as NFS has it by default
 
 
 class RunError(RuntimeError):
@@ -525,6 +528,24 @@ def from_all(value: T) -> list[T]:
     values: list[T] = [value] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def require_equal(value: object, message: str) -> None:
+    """Refuse (ValueError with the message) a value that differs between processes. Every process must call this."""
+    values = from_all(value)
+    if any(other != values[0] for other in values):
+        raise ValueError(message)
+
+
+def require_shared(file: Path, advice: str) -> None:
+    """Refuse (ValueError, in all processes) a folder that some process does not see: `file` in it, which rank 0 has
+    written, is not found there. Every process must call this."""
+    with raise_together():
+        deadline = time.monotonic() + SHARED_SECONDS
+        while not file.exists():
+            if time.monotonic() > deadline:
+                raise ValueError(f"{file} of the first process is not there on {platform.node()}: {advice}")
+            time.sleep(0.5)
 
 
 def picklable(error: Exception | None) -> Exception | None:

@@ -40,7 +40,7 @@ from d1.runs.checkpoints import (
     finish,
     is_finished,
 )
-from d1.runs.cli import TrainingSettings, from_rank_0, raise_together
+from d1.runs.cli import TrainingSettings, from_rank_0, raise_together, require_equal, require_shared
 from d1.runs.console import log_to_console, log_without_account, train_with_console
 from d1.runs.record import (
     ROWS,
@@ -84,6 +84,9 @@ class Stage:
         if training.push_to_hub:  # Trainer would upload from a folder that is renamed meanwhile
             raise ValueError(f"--push_to_hub: upload the finished run instead, with `hf upload NAME {folder}`")
         check_trainer_arguments(training)
+        require_equal(
+            training.bf16, "some processes would train in bf16 and others not, by checks of their CPUs: pass --bf16"
+        )
         with folder_lock(folder, training):
             trainer = self.run_or_finish(folder)
         if training.should_save:
@@ -185,6 +188,7 @@ def check_trainer_arguments(training: TrainingArguments) -> None:
 
 # --- The stages with `TrainingSettings` -------------------------------------------------------------------------------
 
+TOKENISING_SECONDS = 6 * 3600  # that processes wait for one another; the first tokenises large data for them
 ROWS_PER_STEP = "batch_size x grad_accum_steps x world_size"  # each factor may change if the product stays
 FIXED = (  # on a resume; each stage adds its own
     "train_data",
@@ -316,7 +320,7 @@ def trainer_arguments(args: TrainingSettings, **stage_arguments: Any) -> tuple[T
         warmup_steps=stage_settings.warmup_steps,
         seed=args.seed,
         logging_steps=args.logging_steps,
-        **stage_arguments,
+        **{"ddp_timeout": TOKENISING_SECONDS, **stage_arguments},
     )
     return training, model
 
@@ -403,6 +407,7 @@ def folder_lock(folder: Path, training: TrainingArguments) -> Iterator[None]:
 
     from_rank_0(acquire)
     try:
+        require_shared(folder / ".lock", "all machines of a run must share the folder that it writes to, --output_dir")
         yield
     finally:
         lock.release(remove=True)
@@ -422,7 +427,8 @@ def check_processes(world_size: int) -> None:
         raise ValueError(
             "accelerate launch was asked for several processes and started one, because its configuration has "
             "distributed_type NO: pass --num_processes 1; on GPUs take launch/ddp.yaml; on a CPU start "
-            "`ACCELERATE_USE_CPU=true torchrun --nproc_per_node N` instead of `accelerate launch`"
+            "`ACCELERATE_USE_CPU=true torchrun --nproc_per_node N` instead of `accelerate launch`; for one process, "
+            "unset MASTER_ADDR if you have set it"
         )
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if launched != world_size:

@@ -104,6 +104,26 @@ def logs(folder):
     return clockless(json.loads((last / "trainer_state.json").read_text())["log_history"])
 
 
+def test_an_evaluation_of_two_processes_counts_no_row_twice(tiny_model_dir, tmp_path):
+    """Of 5 rows, two processes of 2 evaluate 4."""
+    evaluation = ["--eval_strategy", "steps", "--eval_steps", "1", "--max_steps", "1"]
+    evaluation += ["--num_generations_eval", "1", "--per_device_eval_batch_size"]
+    found = {}
+    for launcher, rows in (("alone", "4"), ("ddp", "5")):
+        folder = tmp_path / launcher
+        per_device = "4" if launcher == "alone" else "2"
+        run(tiny_model_dir, folder, *evaluation, per_device, "--eval_limit", rows, launcher=launcher)
+        (found[launcher],) = (log for log in logs(folder) if "eval_reward" in log)
+    assert found["ddp"]["eval_reward"] == pytest.approx(found["alone"]["eval_reward"], rel=1e-6)
+    assert "Evaluations leave out the last 1 of 5 rows of eval_dataset" in (tmp_path / "ddp" / "log").read_text()
+
+    folder = tmp_path / "few"
+    started = start(tiny_model_dir, folder, *evaluation, "2", "--eval_limit", "3", launcher="ddp")
+    said = forks.finish(started, folder / "log", status=1)
+    assert "3 rows to evaluate are fewer than a batch of 2 processes x per_device_eval_batch_size 2" in said
+    assert "Traceback" not in said
+
+
 PHASES = {
     "sampling": "run.json",  # before the first rollout, whose reward takes a second
     "saving": ".saving/**/*.safetensors",  # the first checkpoint is half written: it does not have its name
