@@ -28,6 +28,7 @@ from d1.sampling import SamplingSettings, eos_cut, rollout
 from d1.tasks import TASKS, load_task
 
 Judge = Callable[[str, int], bool]  # (text of a completion, number of its prompt) -> whether it is right
+NUMBERS = "numbers"  # of the prompts, a column of the files of traces
 TRACES = 6  # the second part of the key of the traces' random numbers
 
 
@@ -144,21 +145,23 @@ class TraceSampler:
 def sample_once(
     sampler: TraceSampler, model: Any, folder: Path, seed: int, batch: int, process: int, processes: int
 ) -> list[Path]:
-    """Sample a trace of every prompt into files of `folder`, one per `batch` prompts, shared among processes. Files
-    that are there stay, so a killed run continues. Return the files of all processes, in the order of the prompts."""
+    """Sample a trace of every prompt into files of `folder`, one per `batch` prompts of similar length, shared among
+    processes. Files that are there stay, so a killed run continues. Return the files of all processes."""
     folder.mkdir(parents=True, exist_ok=True)
-    files = {first: folder / f"{first:08d}.safetensors" for first in range(0, len(sampler.prompts.ids), batch)}
+    lengths = [len(ids) for ids in sampler.prompts.ids]
+    by_length = sorted(range(len(lengths)), key=lengths.__getitem__)  # or short prompts would be padded to long ones
+    files = {first: folder / f"{first:08d}.safetensors" for first in range(0, len(by_length), batch)}
     firsts = list(files)[process::processes]
     for first in tqdm(firsts, desc="Sampling traces", disable=process > 0):
         path = files[first]
         if path.exists():
             continue
-        numbers = range(len(sampler.prompts.ids))[first : first + batch]
+        numbers = by_length[first : first + batch]
         traces, compute = sampler.sample(model, numbers, seed)
         columns = {name: getattr(traces, name) for name in COLUMNS}
         staging = path.with_suffix(".part")
         with writing(folder, "the traces", "make room and start the same command again: it keeps the traces there"):
-            save_file(columns | {"compute": torch.tensor(compute)}, staging)
+            save_file(columns | {NUMBERS: torch.tensor(numbers), "compute": torch.tensor(compute)}, staging)
         staging.replace(path)
     give_usual_mode(files[first] for first in firsts)
     return [*files.values()]
@@ -177,5 +180,6 @@ def read_traces(files: Iterable[Path], eos_token_ids: Sequence[int]) -> tuple[Tr
             raise ValueError(f"{path}: these traces are missing: the same command samples them again")
         with reading(path, "these traces are damaged: delete the file, and the same command samples them again"):
             parts.append(load_file(path))
-    columns = {name: torch.cat([part[name] for part in parts]) for name in COLUMNS}
+    order = torch.cat([part[NUMBERS] for part in parts]).argsort()
+    columns = {name: torch.cat([part[name] for part in parts])[order] for name in COLUMNS}
     return Traces(**columns, eos_token_ids=eos_token_ids), sum(int(part["compute"]) for part in parts)

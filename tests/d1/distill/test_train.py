@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from d1.distill import METHODS
-from d1.distill.traces import Prompts, TraceSampler, prompt_ids, read_traces
+from d1.distill.traces import Prompts, TraceSampler, prompt_ids, read_traces, sample_once
 from d1.distill.train import main, make_parser
 from d1.models import load_model, load_tokenizer
 from d1.models.head import NotFiniteError
@@ -141,6 +142,25 @@ def test_traces_are_sampled_once(flags: list[str], tiny_block_dir: Path, tmp_pat
     files[1].unlink()
     with pytest.raises(ValueError, match=rf"^{files[1]}: these traces are missing"):  # later rows would move up
         read_traces(files[1:], [2])
+
+
+def test_prompts_of_similar_length_are_sampled_together_and_traces_keep_the_order_of_the_prompts(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    """Each trace is that of its prompt alone."""
+    model, tokenizer = load_model(str(tiny_model_dir)), load_tokenizer(tiny_model_dir)
+    settings = SamplingSettings(gen_length=8, block_length=4, steps=8, temperature=1.0)
+    prompts = Prompts([[5] * length for length in (9, 1, 8, 2, 9)], None, "")
+    sampler = TraceSampler(prompts, settings, tokenizer, None)
+    files = sample_once(sampler, model, tmp_path, seed=0, batch=2, process=0, processes=1)
+    assert [load_file(file)["numbers"].tolist() for file in files] == [[1, 3], [2, 0], [4]]
+    traces, _ = read_traces(files, [2])
+    for number in range(5):
+        alone, _ = sampler.sample(model, [number], seed=0)
+        assert traces.ids[number].tolist() == alone.ids[0].tolist()
+        assert traces.steps[number].tolist() == alone.steps[0].tolist()
+        assert traces.blocks[number].tolist() == alone.blocks[0].tolist()
+    assert traces.ids[0].tolist() != traces.ids[4].tolist()  # of equal prompts, by their numbers
 
 
 def test_a_trace_is_judged_up_to_its_first_end_as_an_evaluation_reads_it(tiny_model_dir: Path) -> None:
