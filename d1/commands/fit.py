@@ -289,7 +289,8 @@ def sft_recipe(file: Path, gpus: int, rows: int | None) -> Recipe:
 
     # The optimizer steps
     count = rows_of(args.train_data, None, rows)
-    train_rows = count - math.ceil(count * args.test_split)
+    held_out = math.ceil(count * args.test_split)
+    train_rows = count - held_out
     batches = math.ceil(train_rows / (args.batch_size * gpus))
     steps = args.max_steps
     if steps <= 0:
@@ -327,6 +328,7 @@ def sft_recipe(file: Path, gpus: int, rows: int | None) -> Recipe:
         # The canvases of a batch are decoded once more, without gradients, if one of its rows is conditioned.
         is_conditioned = 1 - (1 - args.self_conditioning) ** batch
         parts["forward"] += rows_of_run * config.canvas_length * is_conditioned
+    parts["evaluation"] = float(steps // args.eval_steps * held_out * args.eval_draws * streams)
     return Recipe(flags, {}, config, steps, 1, parts, args.max_length)
 
 

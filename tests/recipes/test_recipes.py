@@ -307,7 +307,7 @@ def test_the_hours_of_sft_are_those_of_the_formula_written_out(models: Path) -> 
     weights = 151936 * 896 + 24 * (2 * 896 * 896 + 2 * 896 * 128 + 3 * 896 * 4864)
     each = 2 * weights + 4 * 24 * 896 * 1024
     tokens = 4 * 256 * 1024  # 999 rows fill four steps of 256
-    expected = {"forward": tokens * each, "backward": 2 * tokens * each}
+    expected = {"forward": tokens * each, "backward": 2 * tokens * each, "evaluation": 0}
     assert run.steps == 4
     speed = 312e12 * 0.4 * 3600
     assert hours_of(run, args)[0] == pytest.approx({name: of / speed for name, of in expected.items()}, rel=1e-3)
@@ -318,7 +318,22 @@ def test_sft_of_a_model_with_uniform_noise_reads_a_row_and_one_canvas(models: Pa
     """And in half of the batches, of one row each, the canvas a second time, without gradients."""
     _, run = of_config(Recipe(FOLDER / "diffusiongemma-26b-sft.yaml"))
     rows = run.steps * 8
-    assert run.tokens == {"forward": rows * (1024 + 256 + 128), "backward": rows * (1024 + 256)}
+    evaluated = 24 * 10 * 4  # 10 of 1,000 rows, four draws each, every 100 of 2,480 steps
+    assert run.tokens == {
+        "forward": rows * (1024 + 256 + 128),
+        "backward": rows * (1024 + 256),
+        "evaluation": evaluated * (1024 + 256),
+    }
+
+
+def test_hours_of_sft_have_its_evaluations(models: Path) -> None:
+    """1% of 100,000 rows, with four draws each, every 100 steps of 8 rows: more rows than in training."""
+    recipe = own_recipe((FOLDER / "sdar-8b-sft.yaml").read_text())
+    run = of_config(recipe, "--rows", "100000")[1]
+    settings = yaml.safe_load(Path("own/own.yaml").read_text())
+    per_step = settings["batch_size"] * settings["grad_accum_steps"]
+    evaluated = run.steps // 100 * 1000 * 4
+    assert run.tokens["evaluation"] / (run.tokens["forward"] / 2) == pytest.approx(evaluated / (run.steps * per_step))
 
 
 def own_recipe(text: str) -> Recipe:

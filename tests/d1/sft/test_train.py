@@ -141,6 +141,21 @@ def test_two_processes_of_d1s_configuration(flags, tmp_path):
     assert first == pytest.approx(history(tmp_path / "alone", "eval_loss")[0], abs=rounding(LOGITS))
 
 
+def test_evaluations_that_take_long_are_announced(flags, tmp_path, caplog):
+    """A run of 40 rows in 10 steps of 4 that evaluates, after each second step, 10 rows in four draws."""
+    words = [*flags, "--max_steps", "10", "--eval_steps", "2"]
+    words += ["--batch_size", "4", "--grad_accum_steps", "1", "--eval_draws"]
+    rows = run([*words, "4"], tmp_path / "many").eval_dataset.rows
+    share = 5 * 4 * len(rows) / (3 * 40)
+    assert (
+        f"Evaluations take about {100 * share:.0f}% of the time of training: each 2 steps, {4 * len(rows)} forward"
+        in caplog.text
+    )
+    caplog.clear()
+    run([*words[:-1], "--eval_steps", "11"], tmp_path / "none")  # of which there is none
+    assert "Evaluations take" not in caplog.text
+
+
 @pytest.mark.parametrize("kind", [["--full_finetuning"], []], ids=["all weights", "lora"])
 def test_two_processes_that_share_the_weights_equal_one(flags, tmp_path, kind):
     """FSDP2, with a checkpoint, a resume and an export."""
