@@ -3,9 +3,10 @@
     python -m examples.sft_loop --model_path pocket/base --train_data dataset/sudoku_sft.jsonl
 
 It reads from top to bottom: a conversation becomes token ids and the position where its answer starts; each row draws a
-time t and hides each answer token with probability t'; the loss is the cross-entropy of the hidden tokens over t'.
-`d1.sft` adds processes, LoRA, accumulation, packing, evaluation, checkpoints and the losses of models with blocks;
-without these, its updates are the ones below (`tests/examples/test_loops.py`).
+time t and hides each answer token with probability t'; the loss is the cross-entropy of the hidden tokens over t',
+divided by the answer tokens of all rows, as in d1. `d1.sft` adds processes, LoRA, accumulation, packing, evaluation,
+checkpoints and the losses of models with blocks; without these, its updates are the ones below
+(`tests/examples/test_loops.py`).
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Its faults are kept on purpose: a comma ends a number; a text without a box is its own answer even if it has answer
 tags; a problem without a ground truth counts as an error; Sudoku counts cells, not puzzles; mathematical answers are
-compared as normalised strings. One difference: the released parser evaluates ** and // in Countdown, which are refused
-here.
+compared as normalised strings. One difference: in Countdown, the released parser also evaluates **, //, a plus before a
+number and "30.", which are refused here.
 """
 
 from __future__ import annotations

@@ -472,9 +472,9 @@ class RecomputedContext(Passes):
 
 # --- Delayed: passes that process only the tokens that have changed ---------------------------------------------------
 #
-# delayed  the first pass of each block processes all tokens; a later pass processes the tokens that were still hidden
-#          in the pass before it: a token is processed once more after it was revealed, and then cached (dKV-Cache,
-#          arXiv 2505.15781, section 3.2)
+# delayed  the first pass of each block processes all tokens; a later pass processes the tokens of the block that were
+#          still hidden in the pass before it: a token is processed once more after it was revealed, and then cached
+#          (dKV-Cache, arXiv 2505.15781, section 3.2; its release also processes the masks of later blocks)
 # lasting  the same, but the cache is kept from block to block: only a row's very first pass processes all tokens
 
 

@@ -237,7 +237,7 @@ class Randomness:
 
 def strata(order: Tensor, u: Tensor) -> Tensor:
     """(S,) one number in each of S equal parts of [0, 1), in the order of a permutation `order`; `u` in [0, 1) is the
-    common offset within the parts (AGRPO's low-discrepancy draws, arXiv 2510.04019)."""
+    common offset within the parts (AGRPO, arXiv 2510.04019, has such draws, with an offset of its own in each part)."""
     return (order + u) / len(order)
 
 

@@ -1,9 +1,10 @@
 """Masked SFT on Transformers' Trainer, with LLaDA's loss over a whole optimizer step (arXiv 2502.09992, algorithm 2).
 
-The loss is the sum over hidden answer tokens of cross-entropy / t', divided by the number of answer tokens. Both are
-computed over the whole optimizer step, so splitting it into micro-batches and processes changes neither the loss nor
-its gradient. In a model with blocks, each block has its own t', and the noised blocks follow the clean text (BD3-LM,
-arXiv 2503.09573). With a causal context, the clean text is trained, too (`CausalLoss`).
+The loss is the sum over hidden answer tokens of cross-entropy / t', divided by the number of answer tokens, as in d1
+(LLaDA divides each row by that of its own answer). Both are computed over the whole optimizer step, so splitting it
+into micro-batches and processes changes neither the loss nor its gradient. In a model with blocks, each block has its
+own t', and the noised blocks follow the clean text (BD3-LM, arXiv 2503.09573). With a causal context, the clean text is
+trained, too (`CausalLoss`).
 """
 
 from __future__ import annotations

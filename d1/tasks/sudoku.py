@@ -61,7 +61,7 @@ def score(text: str, row: dict[str, Any]) -> dict[str, float]:
 def cells_reward(
     completions: Sequence[Completion], question: Sequence[str], ground_truth: Sequence[str], **columns: Any
 ) -> list[float]:
-    """Share of the originally empty cells that are right (d1's Sudoku reward)."""
+    """Share of the originally empty cells that are right (d1's Sudoku reward); 1 for another solution of the puzzle."""
 
     def share(text: str, row_question: str, truth: str) -> float:
         return _grade(extract(text), puzzle_of(row_question), truth)[1]

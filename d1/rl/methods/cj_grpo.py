@@ -22,7 +22,7 @@ DARE: dict[str, Any] = dict(
     beta=0.0,
     scale_rewards="group",  # z
     num_iterations=1,
-    temperature=0.6,  # [1.0 in the Math-Hard recipes]
+    temperature=0.6,  # [1.0 in the Math-Hard recipes and in those of SDAR]
     max_grad_norm=1.0,
 )
 DARE_SCALE = dict(learning_rate=5e-07, num_generations=8, **CONSTANT | dict(weight_decay=0.01))

@@ -57,6 +57,6 @@ METHOD = method(
         scores="ELBO, 16 exact counts, block-causal models; sequence ratio",
         release="yjyddq/DARE@83ae8a3",
         largest_difference="5e-04",
-        differs="grids of hidden shares interleaved over rows; z as in `cj-grpo`",
+        differs="grids of hidden shares interleaved over rows; z as in `cj-grpo`; own canvas (recipes: 2,048 tokens)",
     ),
 )

@@ -70,7 +70,7 @@ EGSPO: dict[str, Any] = dict(
     epsilon_high=0.5,  # train.sh EPSILON_HIGH
 )
 EGSPO_SCALE = dict(learning_rate=3e-05, num_generations=8)  # train.yaml, train.sh
-EGSPO_TRAINED = Trained(12, lora_r=128, in_4bit=True)  # 4 nodes x 2 GPUs x 6 x accumulation 2
+EGSPO_TRAINED = Trained(6, lora_r=128, in_4bit=True)  # 4 nodes x 2 GPUs x 6; both accumulated steps have these rows
 
 
 METHOD = method(

@@ -4,8 +4,9 @@
         then over states
 
 Release: ant-research/Drift@7abd99b: configs/llada_math.yaml, trainer/main_rl.py, masking_strategy.py,
-rollout_utils.py. Differs: 4 of the 8 prompts of all processes, not of each; a completion of a single step counts. The
-cache keeps the whole rest of the canvas, the release 128 tokens of it (further_horizon).
+rollout_utils.py. Differs: 4 of 8 prompts are kept, as on one process of the release; on two or more, it keeps all 8. A
+completion of a single step counts. The cache keeps the whole rest of the canvas, the release 128 tokens of it
+(further_horizon).
 """
 
 from __future__ import annotations
@@ -142,6 +143,8 @@ METHOD = method(
         scores="4 drawn states; log p; k3",
         release="ant-research/Drift@7abd99b",
         largest_difference="2e-07",
-        differs="half of all prompts kept, not per device; cache without horizon",
+        differs=(
+            "half of the prompts kept, as in the release on one process (on more, it keeps all); cache without horizon"
+        ),
     ),
 )

@@ -49,7 +49,7 @@ TRACERL: dict[str, Any] = dict(
 RIGHT_SHARE = [0.2, 0.8]  # rl_reward.py: prompts with fewer or more correct completions are dropped
 # rl_llada.yaml: num_response_per_task 8; its cosine with min_lr_scale 1.0 is constant
 TRACERL_SCALE = dict(learning_rate=1e-06, num_generations=8, **CONSTANT)
-TRACERL_TRAINED = Trained(32)  # num_task_per_step
+TRACERL_TRAINED = Trained(0.5)  # 256 views per step, 64 per completion of 512 tokens; 32 prompts per rollout
 
 
 METHOD = method(
@@ -67,8 +67,8 @@ METHOD = method(
         release="Gen-Verse/dLLM-RL@10b4fd1",
         largest_difference="2e-07",
         differs=(
-            "4 optimizer steps per rollout; exact sampler and step maps; nothing scored after the first EOS; no "
-            "value model, no rule on length"
+            "4 optimizer steps per rollout of 32 x 8, not one per 256 views; exact sampler and step maps; nothing "
+            "scored after the first EOS; no value model, no rule on length"
         ),
     ),
 )

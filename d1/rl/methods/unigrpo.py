@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from d1.rl.methods.entry import Page
+from d1.rl.methods.entry import Page, Trained
 from d1.rl.methods.shared import canvas, method
-from d1.rl.methods.tracerl import RIGHT_SHARE, TRACERL, TRACERL_SCALE, TRACERL_TRAINED
+from d1.rl.methods.tracerl import RIGHT_SHARE, TRACERL, TRACERL_SCALE
 from d1.scoring import Estimator
 from d1.scoring.entry import always, one_per_draw
 
@@ -56,7 +56,7 @@ ESTIMATORS = {
 
 METHOD = method(
     "UniGRPO, of MMaDA, arXiv 2505.15809",
-    trained=TRACERL_TRAINED,
+    trained=Trained(256 / 35 / 8),  # 256 views per step, 35 per completion
     **TRACERL,
     estimator="random_masks",  # lower_p .1, upper_p .9: t uniform in (.1, .9) per view
     temperature=0.8,

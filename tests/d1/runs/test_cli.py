@@ -197,7 +197,8 @@ def test_help_shows_the_default_of_every_flag_that_has_one() -> None:
             assert f"(default: {text})" in helps[flag] or re.search("by default|defaults to", helps[flag]), flag
         if module is preference:
             assert "(default: vrpo 0.2, vrpo-dare 0.2, elbo-kto 0.1)" in helps["--beta"]
-            assert "(default: cosine)" in helps["--lr_scheduler_type"]
+            assert "(default: vrpo cosine, vrpo-dare constant, elbo-kto cosine)" in helps["--lr_scheduler_type"]
+            assert "(default: 0.01)" in helps["--weight_decay"]
 
 
 @dataclass(frozen=True, kw_only=True)
