@@ -156,6 +156,10 @@ def run(args: ServeFlags) -> None:
             "tokens; give a lower --gen_length"
         )
 
+    # Else the garbage collector looks through the libraries whenever a large request makes many objects. The model is
+    # not frozen: it lies in a reference cycle, and its memory is needed after an update of the weights.
+    gc.collect()
+    gc.freeze()
     server = server_of(args, folder, tokenizer)
 
     class Program(uvicorn.Server):
@@ -165,8 +169,6 @@ def run(args: ServeFlags) -> None:
             super().handle_exit(sig, frame)
 
     program = Program(uvicorn.Config(make_app(server), log_level="warning"))
-    gc.collect()
-    gc.freeze()  # else the garbage collector looks through the libraries whenever a large request makes many objects
     with named_address(args.host, args.port):
         listener.listen()  # from here on clients are heard
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # uvicorn's own, which drains, comes and goes before it

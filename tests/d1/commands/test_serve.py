@@ -7,25 +7,30 @@ import re
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
+from weakref import WeakSet
 
 import pytest
 import requests
 
 from d1.__main__ import main, make_parser
+from d1.serve.engine import Loader
 from tests import forks
 
 PROMPT = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 200, "ignore_eos": True, "block_length": 200}}
 
 
 @contextmanager
-def started(model: Path, folder: Path, *flags: str) -> Iterator[tuple[BaseProcess, str]]:
-    """A process of `d1 serve`, and its address once it listens."""
+def started(
+    model: Path, folder: Path, *flags: str, work: Callable[..., None] = forks.module
+) -> Iterator[tuple[BaseProcess, str]]:
+    """A process of `d1 serve`, which `work` runs, and its address once it listens."""
     words, log = ["serve", str(model), "--port", "0", "--batch_size", "4", *flags], folder / "log"
-    (process,) = forks.start(forks.module, "d1", *words, log=log, folder=folder)
+    (process,) = forks.start(work, "d1", *words, log=log, folder=folder)
     try:
         while not (found := re.search(r"^Serving .* on (http://127.0.0.1:\d+)\n", log.read_text(), re.MULTILINE)):
             assert process.is_alive()
@@ -72,3 +77,26 @@ def test_it_listens_locally_and_a_busy_port_is_named_before_the_model_is_loaded(
             main(make_parser().parse_args(["serve", nothing, "--port", str(port)]))
     with pytest.raises(OSError, match=r"--host 203\.0\.113\.1 --port 30000: Cannot assign"):
         main(make_parser().parse_args(["serve", nothing, "--host", "203.0.113.1", "--api_key", "x"]))
+
+
+def count_models(*words: str) -> None:
+    """`forks.module`; before each update of the weights, it prints how many of the models that were served are left."""
+    load = Loader.load
+    models: WeakSet[Any] = WeakSet()
+
+    def counting(self: Loader, folder: Path, model: Any) -> Any:
+        models.add(model)
+        print(f"{len(models)} in memory", flush=True)
+        return load(self, folder, model)
+
+    Loader.load = counting  # type: ignore[method-assign]
+    forks.module(*words)
+
+
+def test_the_first_model_is_freed_after_an_update(tiny_model_dir, tmp_path):
+    weights_dir = str(tiny_model_dir.parent)
+    with started(tiny_model_dir, tmp_path, "--weights_dir", weights_dir, work=count_models) as (_, url):
+        for version in "123":
+            update = {"model_path": tiny_model_dir.name, "weight_version": version}
+            assert requests.post(f"{url}/update_weights_from_disk", json=update, timeout=60).json()["success"]
+        assert re.findall("(.*) in memory", (tmp_path / "log").read_text()) == ["1"] * 3
