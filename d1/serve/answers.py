@@ -128,16 +128,21 @@ def envelope(
     }
 
 
-def choice_of(index: int, text: str | None, reason: str | None, kind: str = "") -> dict[str, Any]:
+def choice_of(
+    index: int, text: str | None, reason: str | None, kind: str = "", is_first: bool = True
+) -> dict[str, Any]:
     """One entry of an answer's `choices`. `kind`: "" for a text, "message" for a chat, "delta" for a piece of a
-    streamed chat. A delta without text (None) is empty."""
+    streamed chat. A delta without text (None) is empty; only the first one of a choice names the role, because clients
+    join the values of all deltas."""
     choice: dict[str, Any] = {"index": index}
     if not kind:
         choice["text"] = text or ""
     elif text is None:
         choice[kind] = {}
-    else:
+    elif is_first:
         choice[kind] = {"role": "assistant", "content": text}
+    else:
+        choice[kind] = {"content": text}
     return choice | {"logprobs": None, "finish_reason": reason}
 
 

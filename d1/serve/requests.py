@@ -555,7 +555,8 @@ async def stream_rows(
                 text = choice.pop_delta()
                 if text or choice.reason:
                     versions[index] = version
-                    yield server_sent_event(make_chunk([choice_of(index, text, choice.reason, kind)]))
+                    entry = choice_of(index, text, choice.reason, kind, is_first=False)
+                    yield server_sent_event(make_chunk([entry]))
         except Stopped as error:
             yield server_sent_event({"error": {"message": str(error), "code": error.status}})
             return

@@ -124,6 +124,18 @@ def test_openais_client_completes_chats_and_streams(client, tiny):
     assert "".join(e.choices[0].text for e in events if e.choices[0].index == 0) == shorter.text
 
 
+def test_openais_stream_helper_gets_the_messages_of_whole_answers(client):
+    chat = {"model": "tiny", "messages": [{"role": "user", "content": "a b"}], "max_tokens": 24, "seed": 5, "n": 2}
+    blocks = {"block_length": 4, "steps": 12, "temperature": 0.8}
+    texts = [choice.message.content for choice in client.chat.completions.create(**chat, extra_body=blocks).choices]
+    chat["stop"] = [text.split()[-1] for text in texts]  # the helper refuses the finish_reason length
+    whole = client.chat.completions.create(**chat, extra_body=blocks)
+    with client.chat.completions.stream(**chat, extra_body=blocks | {"stream_steps": True}) as stream:
+        joined = stream.get_final_completion()
+    messages = [(choice.message.role, choice.message.content) for choice in joined.choices]
+    assert messages == [("assistant", choice.message.content) for choice in whole.choices]
+
+
 def test_lm_evals_clients_get_what_its_model_of_this_library_gives(tiny, tiny_model_dir, monkeypatch):
     from lm_eval.models.openai_completions import LocalChatCompletion, LocalCompletionsAPI
 
