@@ -165,7 +165,7 @@ def run(args: ServeFlags) -> None:
     class Program(uvicorn.Server):
         def handle_exit(self, sig: int, frame: Any) -> None:
             """At the end, the requests that were taken are finished, also those of a paused engine."""
-            server.engine.resume()
+            server.engine.drain()
             super().handle_exit(sig, frame)
 
     program = Program(uvicorn.Config(make_app(server), log_level="warning"))

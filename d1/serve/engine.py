@@ -223,6 +223,7 @@ class WeightUpdate:
 # --- The engine: its public methods, which any thread may call, and the thread that samples ---------------------------
 
 PAUSED = "rows are paused in mid-completion: continue them first"
+STOPPING = "the server is stopping"
 
 
 class Engine:
@@ -240,6 +241,7 @@ class Engine:
         self.dropped: set[int] = set()  # rows at work that leave before the next pass
         self.update: WeightUpdate | None = None
         self.is_paused = False
+        self.is_draining = False
         self.is_closing = False
         self.end_reason = ""  # why no rows are taken any more
         self.rows: dict[int, Row] = {}  # at work; only the engine's thread removes them
@@ -266,7 +268,7 @@ class Engine:
     def check_serves(self) -> None:
         """Raises ConnectionError if the engine ends or has ended."""
         if self.end_reason or self.is_closing:
-            raise ConnectionError(self.end_reason or "the server is stopping")
+            raise ConnectionError(self.end_reason or STOPPING)
 
     def drop(self, rows: Sequence[Row]) -> None:
         """Stops rows without an event; rows that ended stay as they are."""
@@ -278,9 +280,11 @@ class Engine:
 
     def pause(self) -> None:
         """Stops sampling after the current pass (with a cache: block), until `resume`; new rows wait. An update that
-        waits for rows at work fails: they would not end."""
+        waits for rows at work fails: they would not end. Raises ConnectionError after `drain`."""
         update = None
         with self.condition:
+            if self.is_draining:
+                raise ConnectionError(STOPPING)
             self.is_paused = True
             if self.update is not None and not self.can_update:
                 update = self.update
@@ -292,6 +296,12 @@ class Engine:
         with self.condition:
             self.is_paused = False
             self.condition.notify()
+
+    def drain(self) -> None:
+        """Resumes for good, because the server ends after the rows that it has: they cannot be paused any more."""
+        with self.condition:
+            self.is_draining = True
+            self.resume()
 
     def replace_model(self, load: Callable[[Any], Any], version: str, source: str = "") -> Future[None]:
         """Replaces the model by `load(model)` once no row is at work; new rows wait until then. If `load` raises, the

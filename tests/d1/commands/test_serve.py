@@ -56,14 +56,28 @@ def test_a_signal_ends_it_after_the_last_answer(tiny_model_dir, tmp_path):
             requests.get(f"{url}/health", timeout=60)
 
 
+def begin_request(url: str, path: str, size: int) -> socket.socket:
+    """A connection that sent the head of a POST with a body of `size` bytes."""
+    host, _, port = url.removeprefix("http://").partition(":")
+    connection = socket.create_connection((host, int(port)))
+    head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: {size}\r\n\r\n"
+    connection.sendall(head.encode())
+    return connection
+
+
 def test_a_signal_ends_a_paused_server_after_the_last_answer(tiny_model_dir, tmp_path):
+    """It is not paused again, by a request that began before the signal."""
+    pause = json.dumps({"mode": "in_place"}).encode()
     with started(tiny_model_dir, tmp_path) as (process, url):
-        requests.post(f"{url}/pause_generation", json={"mode": "in_place"}, timeout=60)
+        requests.post(f"{url}/pause_generation", pause, headers={"Content-Type": "application/json"}, timeout=60)
+        second_pause = begin_request(url, "/pause_generation", len(pause))
         curl = ["curl", "-s", f"{url}/generate", "-H", "Content-Type: application/json", "-d", json.dumps(PROMPT)]
         asked = subprocess.Popen(curl, stdout=subprocess.PIPE)
         while "d1_rows_waiting 1\n" not in requests.get(f"{url}/metrics", timeout=60).text:
             assert process.is_alive()
         process.terminate()
+        second_pause.sendall(pause)
+        assert b" 503 " in second_pause.recv(1000)
         assert len(json.loads(asked.communicate(timeout=60)[0])["output_ids"]) == 200
         forks.finish([process], tmp_path / "log", timeout=60)
 
