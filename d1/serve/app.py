@@ -33,6 +33,7 @@ from d1.show.page import film_page
 
 OPEN_PATHS = ("/", "/health")  # without the API key
 MAX_BODY_BYTES = 8 << 20
+BODY_SECONDS = 60.0  # in which the body of a request arrives
 PAGE_FOLDER = Path(__file__).parent
 STATUS: dict[type[Exception], int] = {
     LookupError: 404,
@@ -69,7 +70,7 @@ def refusal(status: int, message: str) -> Any:
     from fastapi.responses import JSONResponse
 
     kind = "server_error" if status >= 500 else "invalid_request_error"
-    headers = {"Retry-After": "1"} if status == 429 else None
+    headers = {408: {"Connection": "close"}, 429: {"Retry-After": "1"}}.get(status)
     message = valid_unicode(message)  # it may quote the request
     return JSONResponse({"error": {"message": message, "type": kind, "param": None, "code": status}}, status, headers)
 
@@ -282,8 +283,28 @@ def pages(server: Server) -> Any:
     return router
 
 
+def receive_in_time(receive: Any) -> Any:
+    """The function `receive` of a request (ASGI), which raises 408 if the body has not arrived in `BODY_SECONDS`."""
+    from starlette.exceptions import HTTPException
+
+    deadline: float | None = asyncio.get_running_loop().time() + BODY_SECONDS
+
+    async def receive_message() -> Any:
+        nonlocal deadline
+        try:
+            async with asyncio.timeout_at(deadline):
+                message = await receive()
+        except TimeoutError:
+            raise HTTPException(408, f"the body has not arrived in {BODY_SECONDS:.0f} seconds") from None
+        if not message.get("more_body"):
+            deadline = None  # the next message comes when the client leaves
+        return message
+
+    return receive_message
+
+
 class Gate:
-    """Checks the headers of a request before its body is read (ASGI)."""
+    """Checks the headers of a request before its body is read, and limits the time that this takes (ASGI)."""
 
     def __init__(self, server: Server, app: Any) -> None:
         self.server = server
@@ -316,7 +337,10 @@ class Gate:
         return None
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        response = self.refuse(scope) if scope["type"] == "http" else None
+        response = None
+        if scope["type"] == "http":
+            response = self.refuse(scope)
+            receive = receive_in_time(receive)
         if response is None:
             response = self.app
         await response(scope, receive, send)

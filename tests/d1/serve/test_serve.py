@@ -632,6 +632,22 @@ def test_a_post_says_that_it_is_json(tiny):
     assert status(tiny, "/continue_generation", Content_Type="Application/JSON; charset=utf-8") == 200
 
 
+def test_a_body_that_does_not_arrive_is_refused(tiny, monkeypatch):
+    monkeypatch.setattr(app, "BODY_SECONDS", 0.3)
+    head = "POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", int(tiny.url.rpartition(":")[2])), timeout=60) as connection:
+        connection.sendall(f"{head}{{".encode())
+        answer = b"".join(iter(partial(connection.recv, 1000), b""))  # up to the end of the connection
+    assert answer.startswith(b"HTTP/1.1 408")
+    assert b"the body has not arrived in 0 seconds" in answer
+    with ThreadPoolExecutor(1) as pool:  # an answer has no such limit
+        with tiny.paused():
+            row = pool.submit(tiny.post, "/generate", **OF_ONE)
+            tiny.wait_for("d1_rows_waiting", 1)
+            time.sleep(2 * app.BODY_SECONDS)
+        assert row.result()["output_ids"]
+
+
 def test_requests_wait_while_new_weights_are_moved(tiny_model_dir, weights, monkeypatch):
     begun, go_on, plain = threading.Event(), threading.Event(), torch.nn.Module.to
 
