@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import logging
 import os
@@ -25,6 +26,11 @@ if TYPE_CHECKING:
     from d1.models.folder import ModelFolder
     from d1.serve.requests import Server
 
+logger = logging.getLogger(__name__)
+
+# Seconds after the last row in which a server that ends waits for its clients, and after a second signal
+CLIENT_SECONDS = 10.0
+FORCED_SECONDS = 1.0
 MISSING = "d1 serve needs FastAPI and uvicorn: pip install -e '.[serve]' in the checkout"
 
 
@@ -130,15 +136,60 @@ def server_of(args: ServeFlags, folder: ModelFolder, tokenizer: Any) -> Server:
     )
 
 
+def make_program(server: Server) -> Any:
+    """The process's main loop, which ends as signals tell it.
+
+    After the first signal, the requests that were taken are finished, also those of a paused engine. After a second
+    one, rows stop after the current pass, and their requests get 503.
+    """
+    import uvicorn
+
+    from d1.serve.app import make_app
+
+    engine = server.engine
+
+    class Program(uvicorn.Server):
+        is_forced = False  # by a second signal
+
+        def handle_exit(self, sig: int, frame: Any) -> None:
+            if self.should_exit:
+                self.is_forced = True
+                engine.stop()
+            else:
+                engine.drain()
+                super().handle_exit(sig, frame)
+
+        async def shutdown(self, sockets: Any = None) -> None:
+            disconnection = asyncio.create_task(self.disconnect_clients())
+            await super().shutdown(sockets)
+            disconnection.cancel()
+            if self.is_forced:
+                logger.warning("A second signal ended the server: requests at work got 503.")
+
+        async def disconnect_clients(self) -> None:
+            """Disconnects the clients that are left some seconds after the last row: they do not read their answers,
+            or the rest of their requests does not come."""
+            seconds = 0.0  # since the last row
+            while seconds < (FORCED_SECONDS if self.is_forced else CLIENT_SECONDS):
+                await asyncio.sleep(0.1)
+                seconds = 0.0 if engine.is_busy else seconds + 0.1
+            connections = [*self.server_state.connections]
+            if connections and not self.is_forced:
+                logger.warning("%d clients did not read or send in time, and are disconnected.", len(connections))
+            for connection in connections:
+                connection.transport.abort()
+
+    return Program(uvicorn.Config(make_app(server), log_level="warning"))
+
+
 def run(args: ServeFlags) -> None:
     try:
         import fastapi  # noqa: F401
-        import uvicorn
+        import uvicorn  # noqa: F401
     except ImportError as error:
         raise ImportError(MISSING) from error
 
     from d1.models.tokenizer import check_chat_template
-    from d1.serve.app import make_app
 
     if args.api_key is None:
         args = replace(args, api_key=os.environ.get(KEY))
@@ -162,19 +213,13 @@ def run(args: ServeFlags) -> None:
     gc.freeze()
     server = server_of(args, folder, tokenizer)
 
-    class Program(uvicorn.Server):
-        def handle_exit(self, sig: int, frame: Any) -> None:
-            """At the end, the requests that were taken are finished, also those of a paused engine."""
-            server.engine.drain()
-            super().handle_exit(sig, frame)
-
-    program = Program(uvicorn.Config(make_app(server), log_level="warning"))
+    program = make_program(server)
     with named_address(args.host, args.port):
         listener.listen()  # from here on clients are heard
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # uvicorn's own, which drains, comes and goes before it
     host = f"[{args.host}]" if ":" in args.host else args.host
     sys.stderr.write(f"Serving {server.name} on http://{host}:{listener.getsockname()[1]}\n")
     if args.host not in LOCAL and not args.api_key:
-        logging.getLogger(__name__).warning("No --api_key: whoever reaches %s may use this server.", args.host)
+        logger.warning("No --api_key: whoever reaches %s may use this server.", args.host)
     sys.stderr.flush()
     program.run(sockets=[listener])

@@ -320,12 +320,21 @@ class Engine:
             self.condition.notify()
             return self.update.future
 
-    def close(self) -> None:
-        """Ends the thread, which stops all rows; no rows are taken any more."""
+    def stop(self) -> None:
+        """Lets the thread end after its current turn, which stops all rows; no rows are taken any more."""
         with self.condition:
             self.is_closing = True
             self.condition.notify()
+
+    def close(self) -> None:
+        """Stops, and waits for the end of the thread."""
+        self.stop()
         self.thread.join()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether there are rows, or weights to load."""
+        return self.thread.is_alive() and bool(self.rows or self.waiting or self.update)
 
     # --- The engine's thread alone calls what follows -----------------------------------------------------------------
 

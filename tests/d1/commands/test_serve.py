@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from signal import SIGINT, SIGTERM
 from typing import Any
 from weakref import WeakSet
 
@@ -18,6 +21,7 @@ import pytest
 import requests
 
 from d1.__main__ import main, make_parser
+from d1.commands import serve
 from d1.serve.engine import Loader
 from tests import forks
 
@@ -80,6 +84,45 @@ def test_a_signal_ends_a_paused_server_after_the_last_answer(tiny_model_dir, tmp
         assert b" 503 " in second_pause.recv(1000)
         assert len(json.loads(asked.communicate(timeout=60)[0])["output_ids"]) == 200
         forks.finish([process], tmp_path / "log", timeout=60)
+
+
+LONG = {"input_ids": [5], "sampling_params": {"max_new_tokens": 400, "block_length": 1, "n": 1000, "ignore_eos": True}}
+
+
+def wait_briefly(*words: str) -> None:
+    """`forks.module` of a server that waits for its clients for one second."""
+    serve.CLIENT_SECONDS = 1.0
+    forks.module(*words)
+
+
+def test_a_signal_ends_it_although_clients_neither_read_nor_send(tiny_model_dir, tmp_path):
+    stream = {"prompt": [5], "max_tokens": 400, "block_length": 400, "steps": 4, "n": 200, "ignore_eos": True}
+    sent = json.dumps(stream | {"stream": True, "stream_steps": True}).encode()
+    with started(tiny_model_dir, tmp_path, work=wait_briefly) as (process, url):
+        reader, sender = begin_request(url, "/v1/completions", len(sent)), begin_request(url, "/generate", 100)
+        reader.sendall(sent)
+        while "d1_rows_at_work 0\n" in requests.get(f"{url}/metrics", timeout=60).text:
+            assert process.is_alive()
+        process.terminate()
+        text = forks.finish([process], tmp_path / "log", timeout=60)
+        assert text.endswith(f"{url}\n2 clients did not read or send in time, and are disconnected.\n")
+        reader.close(), sender.close()
+
+
+@pytest.mark.parametrize(("number", "status", "last"), [(SIGTERM, 0, ""), (SIGINT, 130, "d1: stopped\n")])
+def test_a_second_signal_ends_it_after_the_current_pass(tiny_model_dir, tmp_path, number, status, last):
+    with started(tiny_model_dir, tmp_path) as (process, url), ThreadPoolExecutor(1) as pool:
+        sender = begin_request(url, "/generate", 100)  # whose body never comes
+        answer = pool.submit(requests.post, f"{url}/generate", json=LONG, timeout=60)
+        while "d1_rows_at_work 0\n" in requests.get(f"{url}/metrics", timeout=60).text:
+            assert process.is_alive()
+        os.kill(process.pid, number)
+        time.sleep(0.3)
+        os.kill(process.pid, number)
+        assert answer.result().status_code == 503
+        text = forks.finish([process], tmp_path / "log", status=status, timeout=20)
+        assert text.endswith(f"{url}\nA second signal ended the server: requests at work got 503.\n{last}")
+        sender.close()
 
 
 def test_it_listens_locally_and_a_busy_port_is_named_before_the_model_is_loaded(tmp_path):
