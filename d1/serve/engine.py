@@ -30,7 +30,7 @@ import torch
 from d1.files import check_files
 from d1.masking import keyed_generator
 from d1.models.adapters import add_adapter
-from d1.models.kinds import block_size, native_config
+from d1.models.kinds import block_size, max_positions, native_config
 from d1.models.load import load_model
 from d1.sampling.graphs import compile_of, set_compile
 from d1.sampling.record import Rollout, Step
@@ -204,6 +204,9 @@ def load_like(folder: Path, model: Any) -> Any:
         value = getattr(model.config, name, None)
         if new_value != value:
             raise ValueError(f"{folder}: {name} is {new_value}, not {value}")
+    new_room, room = max_positions(new_config), max_positions(model.config)
+    if new_room != room:  # requests that wait were checked for the old one
+        raise ValueError(f"{folder}: the model has {new_room} positions, not {room}")
     new_model = load_model(folder, dtype=model.dtype, attn_implementation=attention_kernel(model.config))
     for tensor in (*new_model.parameters(), *new_model.buffers()):
         tensor.data = tensor.data.clone()  # else it is mapped from the file, which may be overwritten
@@ -531,7 +534,11 @@ class Engine:
         gc.collect()  # an earlier model may be left in a reference cycle
         failure: Exception | None = None
         try:
-            self.model = update.load(self.model).to(self.model.device)
+            model = update.load(self.model)
+            new_mask = getattr(model.config, "mask_token_id", None)
+            if new_mask not in (None, self.mask_token_id):
+                raise ValueError(f"{update.source}: mask_token_id is {new_mask}, not {self.mask_token_id}")
+            self.model = model.to(self.model.device)
             self.version = update.version
         except Exception as error:
             traceback.clear_frames(error.__traceback__)  # they hold what was loaded

@@ -31,7 +31,7 @@ from d1.serve.requests import Completion, Server, stream_rows
 from tests.conftest import save_tiny_model
 from tests.d1.serve.serving import EXACT, SAMPLERS, alone, asked, check, serving
 from tests.d1.sft.templates import byte_tokenizer
-from tests.faults import with_nan
+from tests.faults import edit_json, with_nan
 
 AS_JSON = {"Content-Type": "application/json"}
 
@@ -588,6 +588,18 @@ def test_weights_are_exchanged_between_rows_and_come_from_one_folder_alone(tiny_
         (weights / "link").unlink()
     with serving(tiny_model_dir) as served:
         assert "--weights_dir" in served.post("/update_weights_from_disk", 400, model_path="other")["message"]
+
+
+@pytest.mark.parametrize(
+    ("field", "words"),
+    [("mask_token_id", "mask_token_id is 5, not 3"), ("max_position_embeddings", "the model has 5 positions, not 512")],
+)
+def test_weights_of_a_model_with_another_mask_or_room_are_refused(tiny, weights, field, words):
+    folder = weights / field
+    shutil.copytree(weights / "other", folder)
+    edit_json(folder / "config.json", **{field: 5})
+    message = tiny.post("/update_weights_from_disk", 400, model_path=field)["message"]
+    assert message == f"{folder}: {words}"
 
 
 POSTS = ("/generate", "/v1/completions", "/v1/chat/completions", "/update_weights_from_disk", "/pause_generation")
