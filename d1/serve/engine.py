@@ -16,7 +16,7 @@ import re
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -241,7 +241,7 @@ class Engine:
         self.queue_size = queue_size
         self.condition = threading.Condition()  # guards all that follows, up to `lanes`
         self.waiting: deque[Row] = deque()
-        self.dropped: set[int] = set()  # rows at work that leave before the next pass
+        self.dropped: set[int] = set()  # rows at work that leave as soon as their lane lets them
         self.update: WeightUpdate | None = None
         self.is_paused = False
         self.is_draining = False
@@ -249,6 +249,8 @@ class Engine:
         self.end_reason = ""  # why no rows are taken any more
         self.rows: dict[int, Row] = {}  # at work; only the engine's thread removes them
         self.lanes: dict[Lane, Stream] = {}
+        # Of lanes whose rows are in the middle of blocks that they fill together: the passes that are left
+        self.steps: dict[Lane, Iterator[Step]] = {}
         self.numbers = count()
         # Totals for /metrics
         self.passes = 0
@@ -282,7 +284,7 @@ class Engine:
             self.condition.notify()
 
     def pause(self) -> None:
-        """Stops sampling after the current pass (with a cache: block), until `resume`; new rows wait. An update that
+        """Stops sampling after the current pass, until `resume`; new rows wait. An update that
         waits for rows at work fails: they would not end. Raises ConnectionError after `drain`."""
         update = None
         with self.condition:
@@ -374,33 +376,38 @@ class Engine:
         return self.update is not None and not self.rows.keys() - self.dropped
 
     def run_turn(self) -> None:
-        """Lets rows leave and enter, and makes a pass of each lane (with a cache: fills a block)."""
+        """Lets rows leave and enter, and makes a pass of each lane. Rows that fill their blocks together, such as those
+        with a cache, leave and enter between blocks."""
         with self.condition:
             can_update = self.can_update
             if self.is_paused and not can_update:
                 return
-            dropped = self.dropped
-            self.dropped = set()
+
+            # Dropped rows leave, in the middle of a block if no other row fills it.
+            for key in [*self.steps]:
+                if self.dropped.issuperset(state.number for state in self.lanes[key].rows):
+                    del self.lanes[key], self.steps[key]
+            dropped = {number for number in self.dropped if self.rows[number].lane not in self.steps}
+            self.dropped -= dropped
             for number in dropped:
-                self.rows.pop(number, None)
+                del self.rows[number]
         if can_update:
             self.exchange_model()
             return
 
         # Finished rows leave.
         for key in [*self.lanes]:
-            self.run_or_restart(key, partial(self.remove_finished, dropped=dropped))
+            if key not in self.steps:
+                self.run_or_restart(key, partial(self.remove_finished, dropped=dropped))
 
         # Waiting rows take their places, unless an update or a pause has come since `can_update` was read.
-        new_rows: dict[Lane, list[Row]] = {key: [] for key in self.lanes}
         with self.condition:
             if self.update is None and not self.is_paused:
                 for row in self.admit_rows():
                     self.rows[row.number] = row
-                    new_rows.setdefault(row.lane, []).append(row)
-
-        for key, rows in new_rows.items():
-            self.run_or_restart(key, partial(self.advance, new_rows=rows))
+            keys = dict.fromkeys([*self.lanes, *(row.lane for row in self.rows.values())])
+        for key in keys:
+            self.run_or_restart(key, self.advance)
 
     def admit_rows(self) -> list[Row]:
         """Takes the rows that the batch has room for out of the queue; a batch of its own enters as a whole."""
@@ -423,6 +430,7 @@ class Engine:
         except Exception as error:
             logger.exception("sampling failed")
             self.lanes.pop(key, None)
+            self.steps.pop(key, None)
             with self.condition:
                 rows = [row for row in self.rows.values() if row.lane == key]
                 failed = [row for row in rows if row.number not in self.dropped]
@@ -486,8 +494,8 @@ class Engine:
             self.tokens += row.settings.gen_length
             row.on_event(event)
 
-    def advance(self, key: Lane, new_rows: Sequence[Row]) -> None:
-        """Lets `new_rows` enter a lane and makes a pass (with a cache: fills a block)."""
+    def begin_steps(self, key: Lane) -> Iterator[Step] | None:
+        """Lets new rows enter a lane; its next passes. None: no rows are left, and the lane ends."""
         if key not in self.lanes:
             self.lanes[key] = Stream(
                 self.model,
@@ -498,22 +506,32 @@ class Engine:
                 alone=bool(key.batch_name),
             )
         lane = self.lanes[key]
+        old_numbers = {state.number for state in lane.rows}
         requests = []
-        for row in new_rows:
-            generator = keyed_generator(row.seed, *key_of(row.rid), device=self.model.device)
-            requests.append(RowRequest(row.number, row.ids, row.settings, generator, row.ends))
+        for row in self.rows.values():
+            if row.lane == key and row.number not in old_numbers:
+                generator = keyed_generator(row.seed, *key_of(row.rid), device=self.model.device)
+                requests.append(RowRequest(row.number, row.ids, row.settings, generator, row.ends))
         lane.add_rows(requests)
         if not lane.rows:
             del self.lanes[key]
+            return None
+        return lane.steps()
+
+    def advance(self, key: Lane) -> None:
+        """Makes a pass of a lane, with its new rows unless it is in the middle of blocks that are filled together."""
+        steps = self.steps.pop(key, None) or self.begin_steps(key)
+        if steps is None:
             return
+        step = next(steps)
+        lane = self.lanes[key]
+        if lane.cache.together and any(state.remaining for state in lane.rows):
+            self.steps[key] = steps
         rows = [self.rows[state.number] for state in lane.rows]
-        for step in lane.steps():
-            self.passes += 1
-            self.row_passes += len(step.rows)
-            if any(row.watches == "steps" for row in rows):
-                report_step(rows, step)
-            if not lane.cache.together:
-                break
+        self.passes += 1
+        self.row_passes += len(step.rows)
+        if any(row.watches == "steps" for row in rows):
+            report_step(rows, step)
         for index, (row, state) in enumerate(zip(rows, lane.rows, strict=True)):
             finished_tokens = state.filled - state.offset  # of full blocks
             if state.remaining == 0:

@@ -44,8 +44,8 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Passes that fail at random; their rows begin again one by one, perhaps with other weights. How many rows each."""
     advance, draw, failed = Engine.advance, random.Random(0), list[int]()
 
-    def advancing(self: Engine, key: Any, new_rows: Any) -> None:
-        advance(self, key, new_rows)
+    def advancing(self: Engine, key: Any) -> None:
+        advance(self, key)
         count = sum(row.lane == key for row in self.rows.values())
         if count > 1 and not key.batch_name and not self.dropped and draw.random() < 0.03:
             failed.append(count)

@@ -188,6 +188,35 @@ def tell_or_collect(number: int, positions: list[int], events: queue.Queue[Any],
         events.put((number, event))
 
 
+TOGETHER = {
+    "dual": {"settings": replace(HOW, sampler="cached", kv_cache="dual")},
+    "lasting": {"settings": replace(HOW, sampler="cached", kv_cache="lasting")},
+    "alone": {"batch_name": "one", "prompt_width": 2},
+}
+
+
+@pytest.mark.parametrize("kind", TOGETHER)
+def test_rows_that_fill_their_blocks_together_keep_no_other_waiting(tiny_model_dir, kind):
+    """A short row ends long before a block of 200 passes; rows that are dropped leave in the middle of that block."""
+    with running(tiny_model_dir) as engine:
+        (short,), events = rows_of(1)
+        together = []
+        for row in rows_of(3)[0]:
+            row = replace(row, **TOGETHER[kind])
+            row.settings = replace(row.settings, gen_length=200, block_length=200, steps=200)
+            together.append(row)
+        engine.submit([*together[:2], short])
+        check(engine, last_of([short], events))
+        engine.drop(together[:2])
+        third = replace(together[2], batch_name="")  # which waits for the end of the block, if it has a cache
+        third.on_event = lambda event: events.put((0, event))  # type: ignore[method-assign]
+        engine.submit([third])
+        (completed,) = last_of([third], events)
+        assert engine.passes < 16 + 150 + 200
+        assert isinstance(completed, Completed)
+        assert completed.ids == alone(engine.model, MASK, [5, 8], "1-2", third.settings).ids[0, -200:].tolist()
+
+
 def test_an_update_is_that_of_its_own_folder(tiny_model_dir):
     with running(tiny_model_dir) as engine:
         with engine.condition:
