@@ -284,8 +284,8 @@ class Engine:
             self.condition.notify()
 
     def pause(self) -> None:
-        """Stops sampling after the current pass, until `resume`; new rows wait. An update that
-        waits for rows at work fails: they would not end. Raises ConnectionError after `drain`."""
+        """Stops sampling after the current pass, until `resume`; new rows wait. An update that waits for rows at work
+        fails: they would not end. Raises ConnectionError after `drain`."""
         update = None
         with self.condition:
             if self.is_draining:

@@ -7,6 +7,7 @@ import os
 import re
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -137,13 +138,13 @@ def test_it_listens_locally_and_a_busy_port_is_named_before_the_model_is_loaded(
 
 
 def count_models(*words: str) -> None:
-    """`forks.module`; before each update of the weights, it prints how many of the models that were served are left."""
+    """`forks.module`; before each update of the weights, it writes how many of the models that were served are left."""
     load = Loader.load
     models: WeakSet[Any] = WeakSet()
 
     def counting(self: Loader, folder: Path, model: Any) -> Any:
         models.add(model)
-        print(f"{len(models)} in memory", flush=True)
+        sys.stderr.write(f"{len(models)} in memory\n")
         return load(self, folder, model)
 
     Loader.load = counting  # type: ignore[method-assign]
