@@ -351,19 +351,20 @@ def cells_of_texts(line: Mapping[str, Any]) -> list[str]:
 
 
 def short_rl_rollouts_table(lines: Lines) -> str:
-    """Sections 8 and 10: what RL logged, by quarters of its rollouts."""
-    done = [name for name in RL_ARMS if name in lines]
+    """Sections 8, 10 and 11: what RL logged, in each quarter of its rollouts."""
     rows = []
-    for quarter in range(4):
-        cells: list[str] = []
-        for name in done:
-            right, ratios = (np.array_split(np.array(lines[name][log]), 4) for log in ("right", "ratio_max"))
-            first = sum(map(len, right[:quarter])) + 1
-            cells = cells or [f"{first} to {first + len(right[quarter]) - 1}"]
-            cells += [f"{100 * right[quarter].mean():.1f}", f"{ratios[quarter].max():.2f}"]
-        rows.append(cells)
-    head = [column for name in done for column in (f"{name}: right, %", "largest ratio")]
-    return markdown_table(["rollouts", *head], rows)
+    for name in RL_ARMS:
+        if name in lines:
+            right, ratios, entropies = (
+                np.array_split(np.array(lines[name][log]), 4) for log in ("right", "ratio_max", "entropy")
+            )
+            cells = [
+                [f"{100 * quarter.mean():.1f}" for quarter in right],
+                [f"{quarter.max():.2f}" for quarter in ratios],
+                [f"{quarter.mean():.2f}" for quarter in entropies],
+            ]
+            rows.append([name, *map(", ".join, cells)])
+    return markdown_table(["in each quarter of RL", "right, %", "largest ratio", "entropy per token, nats"], rows)
 
 
 def prompt_masks_table(lines: Lines, starts: Mapping[int, Mapping[str, Any]]) -> str:

@@ -77,6 +77,7 @@ def train_rl(study: Study, start: Path, name: str, out: Path, seed: int = 0) -> 
         "settings": without_folder(study, words),
         "right": [round(log["rewards/accuracy/mean"], 4) for log in logs],
         "ratio_max": [round(log["ratio_max"], 4) for log in logs],
+        "entropy": [round(log["entropy"], 4) for log in logs],  # nats per scored token, in the estimator's states
         "seconds": seconds_of(out),
     }
 

@@ -683,12 +683,14 @@ def test_rl_and_more_sft_are_compared_by_problem():
     assert last[0] == "4. shown minus rl"
     assert last[1].startswith("+25.0 [")
 
-    logged = {"right": [0.0, 0.5, 0.25, 0.75, 1.0], "ratio_max": [1.0, 3.0, 1.0, 2.0, 1.5]}
+    logged = {
+        "right": [0.0, 0.5, 0.25, 0.75, 1.0],
+        "ratio_max": [1.0, 3.0, 1.0, 2.0, 1.5],
+        "entropy": [0.2, 0.4, 0.5, 0.1, 0.0],
+    }
     assert cells(short_rl_rollouts_table({"rl": logged, "low_rate": logged})) == [
-        ["1 to 2", "25.0", "3.00", "25.0", "3.00"],
-        ["3 to 3", "25.0", "1.00", "25.0", "1.00"],
-        ["4 to 4", "75.0", "2.00", "75.0", "2.00"],
-        ["5 to 5", "100.0", "1.50", "100.0", "1.50"],
+        [name, "25.0, 25.0, 75.0, 100.0", "3.00, 1.00, 2.00, 1.50", "0.30, 0.50, 0.10, 0.00"]
+        for name in ("rl", "low_rate")
     ]
 
 
