@@ -19,7 +19,7 @@ from studies.training import accuracy
 PAGES = {
     "README.md": 6,
     "docs/studies.md": 2,
-    "docs/convert.md": 3,
+    "docs/convert.md": 4,
     "studies/smollm2/README.md": 20,
     "docs/samplers.md": 4,
     "docs/leaderboard.md": 13,
