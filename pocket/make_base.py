@@ -47,7 +47,6 @@ def build_model(
     hidden_size: int = 64,
     block_size: int | None = None,
     causal_context: bool = False,
-    initializer_range: float = 0.02,
 ) -> LlamaForCausalLM:
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -56,7 +55,6 @@ def build_model(
         num_hidden_layers=4,
         num_attention_heads=4,
         max_position_embeddings=256,
-        initializer_range=initializer_range,
         tie_word_embeddings=False,
         use_cache=False,
         bos_token_id=tokenizer.bos_token_id,
@@ -139,13 +137,10 @@ def answer_logits(model: LlamaForCausalLM, clean: Tensor, noised: Tensor, prompt
     return backbone_and_head(model)[1](states[:, prompt_tokens % size :])
 
 
-def solve_rate(
-    model: Any, tokenizer: PreTrainedTokenizerBase, task_name: str, gen_length: int, data_file: str | None = None
-) -> float:
-    """Share of a task's validation problems, or of those of a file, solved: greedy, blocks of 8, gen_length / 2
-    steps."""
+def solve_rate(model: Any, tokenizer: PreTrainedTokenizerBase, task_name: str, gen_length: int) -> float:
+    """Share of a task's validation problems solved: greedy, blocks of 8, gen_length / 2 steps."""
     task = load_task(task_name)
-    rows = task.load_rows("validation", data_file)
+    rows = task.load_rows("validation")
     prompts = torch.tensor(tokenizer.apply_chat_template(list(rows["prompt"]), return_dict=False))
     options: dict[str, Any] = {"gen_length": gen_length, "block_length": 8, "steps": gen_length // 2}
     prompts = prompts.to(model.device)

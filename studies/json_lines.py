@@ -39,6 +39,11 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return found
 
 
+def lines_by_job(path: Path) -> dict[str, dict[str, Any]]:
+    """Job -> its line; the last one, if there are several."""
+    return {line["job"]: line for line in read_lines(path)}
+
+
 def complete(file: Path, runs: Sequence[Run], output: Path, line: Callable[[Run], dict[str, Any]]) -> None:
     """Appends the lines of the runs that `file` does not have. Other processes may do the same: each run has a lock.
     At the end, runs of other processes are waited for, and done here if these were killed."""

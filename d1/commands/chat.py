@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from d1.commands.model import CompletionFlags, model_argument, model_of, resolve_canvas, tokenizer_of
+from d1.commands.model import CompletionFlags, model_argument, model_of, resolve_canvas
 from d1.files import harmless
 from d1.models.kinds import check_room
 from d1.runs.cli import MISTAKES, one_line
@@ -131,7 +131,7 @@ def run(args: ChatFlags) -> None:
     on_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if not sys.stderr.isatty():
         disable_progress_bar()
-    tokenizer = tokenizer_of(args)
+    tokenizer = args.load_tokenizer()
     check_chat_template(tokenizer, args.model_path)
     folder = args.read_folder()
     args = resolve_canvas(args, folder)

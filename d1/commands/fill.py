@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass, fields
 from typing import Any
 
-from d1.commands.model import model_argument, model_of, tokenizer_of
+from d1.commands.model import model_argument, model_of
 from d1.files import harmless
 from d1.models.kinds import check_room
 from d1.ranges import setting
@@ -51,7 +51,7 @@ def run(args: FillFlags) -> None:
     from d1.sampling.graphs import check_compile
     from d1.sampling.infilling import infill_settings
 
-    tokenizer = tokenizer_of(args)
+    tokenizer = args.load_tokenizer()
     ids, hidden, before, after = encoded(tokenizer, pieces)
     options: dict[str, Any] = {"steps": args.diffusion_steps}
     for flag in fields(SamplingFlags):

@@ -26,13 +26,6 @@ def model_argument() -> Any:
     return setting(help="folder or hub name of a model, or an adapter's folder", positional=True, metavar="MODEL")
 
 
-def tokenizer_of(flags: ModelFlags) -> Any:
-    """The adapter's tokenizer if there is an adapter, else the model's."""
-    from d1.models import load_tokenizer
-
-    return load_tokenizer(flags.checkpoint_path or flags.model_path, plain_chat_template=flags.plain_chat_template)
-
-
 def resolve_canvas(flags: C, folder: ModelFolder, masks_for: str = "") -> C:
     """The flags with a `gen_length`: where none is given, the model's own (`ModelFolder.gen_length`) or 128.
 

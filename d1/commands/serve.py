@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from d1.commands.model import CompletionFlags, model_argument, model_of, resolve_canvas, tokenizer_of
+from d1.commands.model import CompletionFlags, model_argument, model_of, resolve_canvas
 from d1.ranges import COUNT, Range, setting
 from d1.sampling.settings import GEN_LENGTH_HELP, ModelFlags, refuse_scdd, sampling_flag, sampling_settings
 from d1.serve import KEY, LOCAL
@@ -196,7 +196,7 @@ def run(args: ServeFlags) -> None:
     if missing := [folder for folder in args.weights_dir if not folder.is_dir()]:
         raise FileNotFoundError(f"--weights_dir {missing[0]}: there is no such folder")
     listener = bind_socket(args.host, args.port)  # before the model is loaded
-    tokenizer = tokenizer_of(args)
+    tokenizer = args.load_tokenizer()
     check_chat_template(tokenizer, args.model_path)
     folder = args.read_folder()
     args = resolve_canvas(args, folder, masks_for="the server")

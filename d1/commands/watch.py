@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from d1.commands.model import CompletionFlags, model_of, resolve_canvas, tokenizer_of
+from d1.commands.model import CompletionFlags, model_of, resolve_canvas
 from d1.files import harmless, valid_unicode
 from d1.ranges import AMOUNT, NATURAL, setting
 from d1.runs.cli import SettingsParser
@@ -150,7 +150,7 @@ def rehearse(
     from d1.tools.evaluation import tools_of
     from d1.tools.turns import Episode
 
-    tokenizer = tokenizer_of(args)
+    tokenizer = args.load_tokenizer()
     check_chat_template(tokenizer, args.model_path)
     row = row_of(args)
     folder = read(args.model_path, args.checkpoint_path or None)

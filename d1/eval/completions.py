@@ -48,7 +48,7 @@ from d1.models.kinds import check_room
 from d1.models.load import load_on_device, named_dtype
 from d1.models.memory import check_memory
 from d1.models.precision import cpu_runs_bf16
-from d1.models.tokenizer import check_new_roles, encode_prompt, end_ids, load_tokenizer, render_prompt, unread_variables
+from d1.models.tokenizer import check_new_roles, encode_prompt, end_ids, render_prompt, unread_variables
 from d1.runs.record import CONTENTS, IMPORTS, hash_file, hash_model, hash_settings
 from d1.sampling import Rollout, eos_cut, rollout_stream
 from d1.sampling.graphs import set_compile
@@ -72,7 +72,7 @@ T = TypeVar("T")
 STORE: list[dist.Store] = []  # the processes' shared counters; empty for a single process
 OWN_GROUP: list[Any] = []  # their process group, if this evaluation made it
 EVALUATIONS = count()  # of this launch: each has counters of its own
-PATIENCE = timedelta(days=7)  # a rank may be hours behind another
+PROCESS_TIMEOUT = timedelta(days=7)  # a rank may be hours behind another
 
 
 # --- What an evaluation's arguments ask for ---------------------------------------------------------------------------
@@ -95,14 +95,6 @@ class Prompt:
     def key(self) -> int:
         """The number of this completion in the journal."""
         return self.index if self.samples == 1 else self.index * self.samples + self.sample
-
-
-def load_tokenizer_for(args: ModelFlags) -> Any:
-    """The tokenizer in the adapter's folder if there is one, else the model's."""
-    path = args.model_path
-    if args.checkpoint_path and Path(args.checkpoint_path, "tokenizer_config.json").is_file():
-        path = args.checkpoint_path
-    return load_tokenizer(path, plain_chat_template=args.plain_chat_template)
 
 
 def read_prompts(args: EvalRun, task: ModuleType, tokenizer: Any, config: Any = None) -> list[Prompt]:
@@ -416,7 +408,7 @@ def join_processes() -> tuple[int, int]:
         STORE[:] = [dist.PrefixStore("eval", own)]
         if not dist.is_initialized():  # a trainer of the same script may have joined them
             group = dist.PrefixStore("gloo", own)
-            dist.init_process_group("gloo", store=group, rank=rank, world_size=world, timeout=PATIENCE)
+            dist.init_process_group("gloo", store=group, rank=rank, world_size=world, timeout=PROCESS_TIMEOUT)
             OWN_GROUP.append(dist.group.WORLD)
     return int(os.environ.get("RANK", "0")), world
 
@@ -424,7 +416,7 @@ def join_processes() -> tuple[int, int]:
 @functools.cache
 def launcher_store() -> tuple[dist.Store, int]:
     """The store of the processes that were started together, and the rank of this one."""
-    store, rank, _ = next(dist.rendezvous("env://", timeout=PATIENCE))
+    store, rank, _ = next(dist.rendezvous("env://", timeout=PROCESS_TIMEOUT))
     return store, rank
 
 

@@ -38,7 +38,6 @@ from d1.eval.completions import (
     join_processes,
     leave_processes,
     load_model_for,
-    load_tokenizer_for,
 )
 from d1.eval.flags import EvalModelFlags, StreamFlags
 from d1.eval.run import parse_settings
@@ -348,7 +347,7 @@ class HarnessModel:
             self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         else:
             self._rank, self._world_size = join_processes()
-        self.tokenizer = load_tokenizer_for(self.args)
+        self.tokenizer = self.args.load_tokenizer()
         self.model = load_model_for(self.args, self.args.read_folder())
         if device == "cpu":  # else each process uses the GPU of its rank; the harness names the first GPU for all
             self.model.to(device)

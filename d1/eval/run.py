@@ -151,7 +151,7 @@ def run(args: EvalFlags) -> list[Row]:
     temporary_dir: str | None = None
     scored = []
     try:
-        tokenizer = completions.load_tokenizer_for(args)
+        tokenizer = args.load_tokenizer()
         check_chat_template(tokenizer, args.model_path)
         prompts = completions.read_prompts(runs[0], task, tokenizer, config)
         check_room(config, max(len(prompt.ids) for prompt in prompts), max(lengths))
@@ -224,22 +224,18 @@ def check_arguments(args: EvalFlags) -> None:
     protocol = args.prompt_protocol
     check_turn_flags(args, args.edits)
     of_d1 = f"belongs to d1's prompts: leave it out with --prompt_protocol {protocol}"
-    for wrong, message in (
-        (args.add_reasoning and protocol != "d1", f"--add_reasoning {of_d1}"),
-        (args.dont_use_box and protocol != "d1", f"--dont_use_box {of_d1}"),
-        (args.dont_use_box and args.few_shot, "--dont_use_box contradicts --few_shot, which shows boxed answers"),
-        (
-            args.few_shot_file and not args.few_shot,
-            f"--few_shot_file would do nothing: --few_shot is 0 with --prompt_protocol {protocol}",
-        ),
-        (args.num_samples > 1 and not args.temperature, "--num_samples above 1 needs --temperature above 0"),
-        (
-            bool(args.tools) and args.add_reasoning,
-            "--add_reasoning starts a single completion: leave it out with --tools",
-        ),
-    ):
-        if wrong:
-            raise ValueError(message)
+    if args.add_reasoning and protocol != "d1":
+        raise ValueError(f"--add_reasoning {of_d1}")
+    if args.dont_use_box and protocol != "d1":
+        raise ValueError(f"--dont_use_box {of_d1}")
+    if args.dont_use_box and args.few_shot:
+        raise ValueError("--dont_use_box contradicts --few_shot, which shows boxed answers")
+    if args.few_shot_file and not args.few_shot:
+        raise ValueError(f"--few_shot_file would do nothing: --few_shot is 0 with --prompt_protocol {protocol}")
+    if args.num_samples > 1 and not args.temperature:
+        raise ValueError("--num_samples above 1 needs --temperature above 0")
+    if args.tools and args.add_reasoning:
+        raise ValueError("--add_reasoning starts a single completion: leave it out with --tools")
     if args.checkpoint_path and not Path(args.checkpoint_path, "adapter_config.json").is_file():
         raise FileNotFoundError(f"--checkpoint_path {args.checkpoint_path} has no adapter_config.json: not an adapter")
 

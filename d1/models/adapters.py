@@ -133,8 +133,8 @@ def adapter_chain(path: str, adapter: str | Path | Sequence[str | Path] | None) 
         except FileNotFoundError as error:
             raise FileNotFoundError(
                 f"adapter {path} was trained on {base} (base_model_name_or_path in adapter_config.json), which is not "
-                "there: correct that field, or, with d1 eval and d1 serve, name the base with --model_path and the "
-                f"adapter with --checkpoint_path ({error})"
+                "there: correct that field, or name the base where the command takes its model, and the adapter with "
+                f"--checkpoint_path ({error})"
             ) from error
         path = base
     return path, adapters

@@ -1,6 +1,6 @@
 """The checks of RL's settings, nearly all of them before a model is loaded.
 
-In this order: one trial call of each chosen entry of the tables; settings that are no choice, contradict each other or
+The sections: one trial call of each chosen entry of the tables; settings that are no choice, contradict each other or
 do nothing; what a resume may change; and what the model, the prompts and the trainer do not allow. Each message is next
 to its condition.
 """
@@ -117,13 +117,15 @@ def try_entries(settings: Settings) -> None:
         if objective.loss is not None:
             with explain_errors(f"OBJECTIVES[{settings.objective!r}]", objective.loss):
                 inputs = random_inputs(views, objective.reads_old, settings.loss_reads_reference)
-                inputs = replace(inputs, views_per_draw=estimator.views_per_draw(view_settings) or 1)
+                inputs = replace(inputs, views_per_draw=estimator.views_per_draw(view_settings))
                 if objective.over_group:
                     inputs = replace(inputs, log_ratios=torch.zeros(len(LENGTHS), settings.num_generations))
                 if objective.reads_given:
                     given = (torch.arange(TRIAL_CANVAS) < 2).expand_as(TRIED)
                     inputs = replace(inputs, given=given, old_entropies=torch.ones(TRIED.shape))
                 loss, _ = objective(inputs, loss_settings)
+                if not loss.isfinite():
+                    raise ValueError(f"the loss is {loss.item()}; `views_per_draw` is 0 if all views are one draw")
                 loss.backward()
 
         if adds_kl(settings):
@@ -1133,7 +1135,11 @@ CALL_SETTINGS.remove("max_turns")  # which has a message of its own
 def check_single_turn(args: Settings) -> None:
     """Raises ValueError for settings of episodes, if the trainer has no tools."""
     needed = "tools: --tools, or the trainer's tools=[...] or environment_factory"
-    if args.tools or (args.max_turns or 1) > 1:
+    if args.tools:
+        raise ValueError(
+            f"tools {' '.join(args.tools)}: d1 rl reads these names; give the trainer functions, tools=[...]"
+        )
+    if (args.max_turns or 1) > 1:
         raise ValueError(f"max_turns above 1 needs {needed}")
     for name in CALL_SETTINGS:
         if set_by_user(args, name):

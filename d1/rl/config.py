@@ -494,9 +494,13 @@ class DiffuGRPOConfig(GRPOConfig):
         settings that contradict each other, or that the model cannot sample with."""
         if model_config is not None and self.settled_blocks == (self.block_length, self.first_token):
             self.block_length, self.first_token = self.blocks_before  # an earlier model's blocks were no choice
-        called = {"gen_length": "max_completion_length", "steps": "diffusion_steps"}
-        called["record_as_sampled"] = "score_as_sampled"
-        settings = SamplingSettings.from_attributes(self, model_config, **called)
+        settings = SamplingSettings.from_attributes(
+            self,
+            model_config,
+            gen_length="max_completion_length",
+            steps="diffusion_steps",
+            record_as_sampled="score_as_sampled",
+        )
         if self.block_length is None and block_size(model_config) is None:
             settings = replace(settings, block_length=equal_blocks(settings.gen_length))
         settled = self.block_length is not None or model_config is not None

@@ -351,32 +351,24 @@ class SettingsParser(OneLineParser, Generic[T]):
 def read_settings(file: str | Path) -> dict[Any, Any]:
     """The settings in a yaml file. ValueError if it is not a yaml mapping, or has the same setting twice."""
     try:
-        settings = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+        text = Path(file).read_text(encoding="utf-8")
+        settings = yaml.safe_load(text)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"--config {file} is no yaml: {error}") from error
-    check_repeats(file)
     if not isinstance(settings, dict):
         raise ValueError(f"--config {file} must have lines NAME: VALUE, got {settings!r}")
-    return settings
 
-
-def check_repeats(file: str | Path) -> None:
-    """Raises ValueError if a yaml file gives a setting twice: a loader would take the last value."""
-    settings = yaml.compose(Path(file).read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-    if not isinstance(settings, yaml.MappingNode):
-        return
+    # Of a setting that is there twice, `safe_load` takes the last value.
     lines: dict[str, int] = {}
-    for name, _ in settings.value:
+    for name, _ in yaml.compose(text, Loader=yaml.SafeLoader).value:
         line = name.start_mark.line + 1
         if name.value in lines:
             raise ValueError(f"--config {file}: {name.value} is in lines {lines[name.value]} and {line}: keep one")
         lines[name.value] = line
+    return settings
 
 
 # --- What SFT, preference training and distillation share -------------------------------------------------------------
-
-
-RESUME = {"aliases": ["--resume_from_checkpoint"], "nargs": "?", "const": "true", "metavar": "true|false|FOLDER"}
 
 
 BAD_ROWS = ("error", "skip")
@@ -428,7 +420,10 @@ class TrainingSettings:
         None,
         "continue from the last complete checkpoint, if there is one, or from the one named (with DeepSpeed, one of "
         "your own: it unpickles its files)",
-        **RESUME,
+        aliases=["--resume_from_checkpoint"],
+        nargs="?",
+        const="true",
+        metavar="true|false|FOLDER",
     )
 
     def __post_init__(self) -> None:

@@ -10,6 +10,7 @@ import math
 from dataclasses import MISSING, dataclass, fields, replace
 from itertools import pairwise
 from numbers import Integral, Real
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from d1.models.distribution import MODEL_DISTRIBUTION, Distribution, linear_temperature
@@ -502,6 +503,17 @@ class ModelFlags:
         from d1.models.folder import ModelFolder  # needs torch
 
         return ModelFolder.read(self.model_path, self.checkpoint_path or None)
+
+    def load_tokenizer(self) -> Any:
+        """The tokenizer in the adapter's folder, else, if that has none, the model's."""
+        from d1.models.tokenizer import load_tokenizer
+
+        path = self.model_path
+        if self.checkpoint_path:
+            adapter = Path(self.checkpoint_path)
+            if not adapter.is_dir() or (adapter / "tokenizer_config.json").is_file():
+                path = self.checkpoint_path
+        return load_tokenizer(path, plain_chat_template=self.plain_chat_template)
 
 
 def sampling_flag(name: str, **changes: Any) -> Any:

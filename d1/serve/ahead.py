@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 FOLDER = "rollouts_ahead"  # of a checkpoint
 
 
-class PrefetchedRollout(NamedTuple):
+class PrefetchResult(NamedTuple):
     """A rollout that was requested: the rows of all processes, and the step of its weights."""
 
     prompts: Prompts
@@ -37,7 +37,7 @@ class PrefetchedRollout(NamedTuple):
     step: int
 
 
-class AsyncRollouts:
+class RolloutPrefetcher:
     """The rollouts ahead of a trainer.
 
     Args:
@@ -57,7 +57,7 @@ class AsyncRollouts:
         self.prompts_of = prompts_of
         self.folders = [WeightsFolder(servers.folder.output_dir, f"-{index}") for index in range(staleness + 1)]
         self.copies: dict[int, tuple[int, Path, Path | None]] = {}
-        self.requests: dict[int, Future[PrefetchedRollout]] = {}
+        self.requests: dict[int, Future[PrefetchResult]] = {}
         self.thread = ThreadPoolExecutor(1)
         self.has_requests = False
         self.stale_steps = 0
@@ -98,10 +98,10 @@ class AsyncRollouts:
         path = folder.write(model, f"{self.servers.run}-{step}", self.servers.servers, weights)
         self.copies[number] = step, path, folder.frozen
 
-    def sample(self, prompts: Prompts, weights: Weights, step: int) -> PrefetchedRollout:
+    def sample(self, prompts: Prompts, weights: Weights, step: int) -> PrefetchResult:
         """In the thread: the rollout of `prompts` by servers that take `weights`, those of a `step`, first."""
         self.servers.weights = weights
-        return PrefetchedRollout(prompts, self.servers.sample([prompts])[0], step)
+        return PrefetchResult(prompts, self.servers.sample([prompts])[0], step)
 
     def finish(self) -> None:
         """Waits for all requests, so that something else can be sampled with other weights."""
@@ -138,7 +138,7 @@ class PrefetchedRollouts(ServerRollouts):
 
     def connect(self, trainer: DiffuGRPOTrainer) -> None:
         super().connect(trainer)
-        self.prefetch = AsyncRollouts(self.servers, trainer.args.rollout_staleness, self.prompts_of)
+        self.prefetch = RolloutPrefetcher(self.servers, trainer.args.rollout_staleness, self.prompts_of)
 
     @property
     def is_stale(self) -> bool:

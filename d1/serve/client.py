@@ -239,12 +239,12 @@ def convert_sglang_answer(row: dict[str, Any], settings: SamplingSettings, ends:
 
 # --- The server, and its answers --------------------------------------------------------------------------------------
 
-CONNECT = 10.0  # seconds to connect, and to say what is served
-PATIENCE = 3600.0  # seconds for an answer: a rollout may take as long as it does in a trainer
-DRAIN = 600  # seconds that SGLang may take until no row is at work
-BUSY = (429, 502, 503, 504)  # of a server that may take the same request later
+CONNECT_SECONDS = 10.0  # to connect, and to say what is served
+ANSWER_SECONDS = 3600.0  # for an answer: a rollout may take as long as it does in a trainer
+FLUSH_SECONDS = 600  # that SGLang may take until no row is at work
+BUSY_STATUSES = (429, 502, 503, 504)  # of a server that may take the same request later
 T = TypeVar("T")
-FRESH = "default"  # `weight_version` of a server that was given no weights since it started
+FRESH_VERSION = "default"  # `weight_version` of a server that was given no weights since it started
 
 
 class Unavailable(OSError):
@@ -333,19 +333,19 @@ class RolloutServer:
                 return True
         return False
 
-    def ask(self, method: str, path: str, body: Any = None, seconds: float = PATIENCE) -> Any:
+    def ask(self, method: str, path: str, body: Any = None, seconds: float = ANSWER_SECONDS) -> Any:
         """The answer to a request. Raises Unavailable, or ValueError with the server's words."""
         url = f"{self.url}{path}"
         key = os.environ.get(KEY)
         headers = {"Authorization": f"Bearer {key}"} if key else None
         try:
-            answer = requests.request(method, url, json=body, headers=headers, timeout=(CONNECT, seconds))
+            answer = requests.request(method, url, json=body, headers=headers, timeout=(CONNECT_SECONDS, seconds))
         except requests.RequestException as error:
             if isinstance(error, ValueError):  # not a URL
                 raise
             raise Unavailable(f"{url} gives no answer ({type(error).__name__})") from error
         message = f"{url} answered {answer.status_code}: {answer.text[:500]}"
-        if answer.status_code in BUSY:
+        if answer.status_code in BUSY_STATUSES:
             raise Unavailable(message)
         if answer.status_code == 401:
             raise ValueError(f"{message} (set {KEY} for this run)")
@@ -358,7 +358,7 @@ class RolloutServer:
 
     def facts(self) -> dict[str, Any]:
         """What is served. Raises ValueError if the server says something else."""
-        facts = self.ask("GET", "/model_info", seconds=CONNECT)
+        facts = self.ask("GET", "/model_info", seconds=CONNECT_SECONDS)
         if not isinstance(facts, dict) or not isinstance(facts.get("weight_version"), str):
             raise ValueError(f"{self.url}/model_info has no weight_version, only {facts!r:.60}: is it `d1 serve`?")
         return facts
@@ -385,7 +385,7 @@ class RolloutServer:
                 raise ValueError(f"{self.url} serves another model than that of this run: {advice}")
             if facts["weight_version"] != weights.version:
                 if self.mask_token_id is not None:  # SGLang would take them in mid-row, and then report a failure
-                    self.ask("POST", f"/flush_cache?timeout={DRAIN}")
+                    self.ask("POST", f"/flush_cache?timeout={FLUSH_SECONDS}")
                 updates = [(weights.folder, weights.version)]
                 # What did not take weights of this run, or failed since, gets the frozen ones too.
                 if weights.frozen and (self.problem or not facts["weight_version"].startswith(weights.run)):
@@ -427,7 +427,7 @@ class RolloutServer:
             versions.add(meta["weight_version"])
         for version in versions - {weights.version}:
             message = f"{self.url} sampled with the weights {version}, not {weights.version}"
-            if version == FRESH or version.startswith(weights.run):  # it restarted, or an update came late
+            if version == FRESH_VERSION or version.startswith(weights.run):  # it restarted, or an update came late
                 raise Unavailable(message)
             raise ValueError(f"{message}: who else uses it?")
 

@@ -18,9 +18,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-STATES = 8  # in which a row is scored
-EXACT = 1e-2  # largest difference in nats allowed in fp32, where rounding gives 1e-5 to 1e-3
-CLOSE = 0.5  # largest median difference in nats allowed between data types, which usually gives about 0.02
+MAX_STATES = 8  # in which a row is scored
+MAX_DIFFERENCE_FP32 = 1e-2  # largest difference in nats allowed in fp32, where rounding gives 1e-5 to 1e-3
+MAX_MEDIAN_DIFFERENCE = (
+    0.5  # largest median difference in nats allowed between data types, which usually gives about 0.02
+)
 
 
 def describe_difference(row: Batch, scores: Scores, views: Views, exact: bool) -> str:
@@ -33,7 +35,7 @@ def describe_difference(row: Batch, scores: Scores, views: Views, exact: bool) -
     for name, (sampler_values, own_values) in values.items():
         gaps = (own_values.float() - sampler_values)[is_scored].abs().cpu()
         largest = int(gaps.argmax())
-        if gaps.median() <= CLOSE and not (exact and gaps[largest] > EXACT):
+        if gaps.median() <= MAX_MEDIAN_DIFFERENCE and not (exact and gaps[largest] > MAX_DIFFERENCE_FP32):
             continue
         position = int(is_scored[0].nonzero()[largest])
         return (
@@ -45,13 +47,13 @@ def describe_difference(row: Batch, scores: Scores, views: Views, exact: bool) -
 
 
 def states_of(row: Batch, blocks: CanvasBlocks, number: int) -> Views:
-    """Up to `STATES` views of one row, evenly spaced over its steps: the states in which it was sampled, and the tokens
-    that were revealed there."""
+    """Up to `MAX_STATES` views of one row, evenly spaced over its steps: the states in which it was sampled, and the
+    tokens that were revealed there."""
     device = row["canvas_ids"].device
     sampled = sampled_rows(row | {"completion_mask": row["reveal_steps"] >= 0}, blocks)
     written = WrittenTokens.from_rows(sampled)
     step_count = int(written.steps.max()) + 1
-    count = min(STATES, step_count)
+    count = min(MAX_STATES, step_count)
     steps = (torch.arange(count, device=device) * step_count // count + number) % step_count
     prompt_noise = torch.zeros_like(row["prompt_mask"], dtype=torch.bool).unsqueeze(1)
     weights = torch.ones(1, count, device=device)
@@ -89,7 +91,7 @@ class Rescoring:
         views = states_of(row, trainer.blocks, number)
         computed_tokens = trainer.computed_tokens
         with trainer.without_checkpointing(), evaluating(trainer.model):
-            scores = trainer.scores(trainer.model, row, views, with_entropies=True, views_at_once=STATES)
+            scores = trainer.scores(trainer.model, row, views, with_entropies=True, views_at_once=MAX_STATES)
         trainer.computed_tokens = computed_tokens
         difference = describe_difference(row, scores, views, exact and certain)
         if difference and certain:

@@ -31,7 +31,7 @@ from d1.rl.config import DiffuGRPOConfig
 from d1.rl.sources import RolloutRequest, RolloutSource
 from d1.runs.cli import from_all, from_rank_0, raise_together
 from d1.sampling import Rollout
-from d1.serve.client import CONNECT, Prompts, RolloutServer, Unavailable, Weights
+from d1.serve.client import CONNECT_SECONDS, Prompts, RolloutServer, Unavailable, Weights
 from d1.serve.rescoring import Rescoring
 from d1.serve.weights import WeightsFolder, WholeWeights, result_of, with_weights
 
@@ -41,14 +41,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-PAUSE = 1.0  # seconds until a server that failed is tried again
-WATCH = 10.0  # seconds between questions to a server that has rows
-REMIND = 60.0  # seconds between messages while the run waits
+RETRY_SECONDS = 1.0  # until a server that failed is tried again
+WATCH_SECONDS = 10.0  # between questions to a server that has rows
+REMINDER_SECONDS = 60.0  # between messages while the run waits
 
-Part = tuple[Prompts, "Future[tuple[Rollout, Source]]"]  # rows; their rollout, and who sampled it
+Part = tuple[Prompts, "Future[tuple[Rollout, ServerInfo]]"]  # rows; their rollout, and who sampled it
 
 
-class Source(NamedTuple):
+class ServerInfo(NamedTuple):
     """A server: its address, and the data type in which it computes (None: it does not say)."""
 
     url: str
@@ -63,7 +63,7 @@ class ServedRollout(Rollout):
         sources: the server that sampled each row.
     """
 
-    sources: tuple[Source, ...] = ()
+    sources: tuple[ServerInfo, ...] = ()
 
     def rows(self, part: slice, device: torch.device) -> ServedRollout:
         """Some of the rows, on a device."""
@@ -99,14 +99,14 @@ class PolicyServers:
         self.base: str | None = None  # the result of `base_of`
         self.folder = WeightsFolder(Path(str(args.output_dir)))
         self.silent_since: float | None = None
-        self.last_reminder = -REMIND  # when the last message about it was logged
+        self.last_reminder = -REMINDER_SECONDS  # when the last message about it was logged
         from_rank_0(self.connect)
 
     def connect(self) -> None:
         """Asks all servers what they serve, until one answers."""
         self.prepare_all(self.servers)
         while not self.any_server_alive():
-            time.sleep(PAUSE)
+            time.sleep(RETRY_SECONDS)
             self.prepare_all(self.servers)
 
     def any_server_alive(self) -> bool:
@@ -125,7 +125,7 @@ class PolicyServers:
             if checkpoint:
                 advice = f"continue from {checkpoint} with --resume"
             raise ConnectionError(f"no rollout server has answered for {self.patience:g} seconds: {problems}. {advice}")
-        if now - self.last_reminder >= REMIND:
+        if now - self.last_reminder >= REMINDER_SECONDS:
             self.last_reminder = now
             logger.warning("Waiting for a rollout server, for at most %g seconds: %s", self.patience, problems)
         return False
@@ -212,7 +212,7 @@ class PolicyServers:
         pending = {*futures}
         try:
             while pending:
-                done, pending = wait(pending, timeout=PAUSE, return_when=FIRST_EXCEPTION)
+                done, pending = wait(pending, timeout=RETRY_SECONDS, return_when=FIRST_EXCEPTION)
                 for future in done:
                     future.result()
                     self.silent_since = None
@@ -243,7 +243,7 @@ class PolicyServers:
                 unsent_part = server_parts.pop(server, None)
                 if unsent_part:
                     queue.put(unsent_part)
-                end.wait(PAUSE)
+                end.wait(RETRY_SECONDS)
                 continue
             part = server_parts.get(server) or queue.get()
             if part is None:
@@ -253,7 +253,7 @@ class PolicyServers:
             with contextlib.suppress(InvalidStateError):  # another server answered first
                 try:
                     rollout = server.sample(prompts, self.weights)
-                    future.set_result((rollout, Source(server.url, server.dtype)))
+                    future.set_result((rollout, ServerInfo(server.url, server.dtype)))
                 except Unavailable as error:
                     take_out(server, error)
                     if server in server_parts:  # else `watch` has put it back
@@ -277,11 +277,11 @@ def run_in_thread(compute: Callable[[], T]) -> Future[T]:
     return future
 
 
-def split_rollouts(all_prompts: Sequence[Prompts], parts: Sequence[tuple[Rollout, Source]]) -> list[ServedRollout]:
+def split_rollouts(all_prompts: Sequence[Prompts], parts: Sequence[tuple[Rollout, ServerInfo]]) -> list[ServedRollout]:
     """The rollout of each of several prompts, from parts of their rows, in order, which may be padded otherwise."""
     # All rows, without their prompts
     canvases = []
-    sources: list[Source] = []
+    sources: list[ServerInfo] = []
     for part, source in parts:
         canvases.append(replace(part, ids=part.ids[:, -part.logps.shape[1] :]))
         sources += [source] * len(part.passes)
@@ -307,10 +307,10 @@ def take_out(server: RolloutServer, error: Exception) -> None:
 def watch(queue: SimpleQueue[Part | None], server_parts: dict[RolloutServer, Part], end: Event) -> None:
     """A thread of `sample`: gives the part of a server that no longer answers, without having closed its connection, to
     the others. If the server answers after all, the first answer counts."""
-    while not end.wait(WATCH):
+    while not end.wait(WATCH_SECONDS):
         for server in [*server_parts]:
             try:
-                server.ask("GET", "/model_info", seconds=CONNECT)
+                server.ask("GET", "/model_info", seconds=CONNECT_SECONDS)
             except Exception as error:  # no answer, or one that makes no sense
                 part = server_parts.pop(server, None)
                 if part:

@@ -11,7 +11,7 @@ from scipy import stats
 
 from d1.runs.tables import markdown_table
 from pocket.uncertainty import Mean, mean_of, p_values
-from studies.json_lines import read_lines
+from studies.json_lines import lines_by_job, read_lines
 from studies.reports import holm, paired_difference, percent, points, share_of_one_run
 from studies.smollm2 import three_seeds
 from studies.smollm2.run import DATA, jobs
@@ -468,7 +468,7 @@ def texts_table(lines: Lines) -> str:
 
 def parts() -> dict[Path, str]:
     """Page -> the part of it that is written."""
-    lines = {line["job"]: line for line in read_lines(DATA)}
+    lines = lines_by_job(DATA)
     names = [job.name for job in jobs(best_arm(lines))]
     missing = [name for name in names if name not in lines]
     text = f"{len(lines)} of {len(names)} jobs are done; missing: {', '.join(missing) or 'none'}.\n"
@@ -477,19 +477,19 @@ def parts() -> dict[Path, str]:
     text += f"\n## Registered contrasts\n\n{contrasts_table(lines)}"
     text += f"\n## Prompt masks\n\n{masks_table(lines)}"
     text += f"\n## Rates of RL in `make smollm`\n\n{cpu_rates_table(read_lines(RATES_FILE))}"
-    short = {line["job"]: line for line in read_lines(SHORT_DATA)}
+    short = lines_by_job(SHORT_DATA)
     text += f"\n## A short SFT on two cores\n\n{short_sft_table(short)}"
-    halves = {line["job"]: line for line in read_lines(HALF_DATA)}
+    halves = lines_by_job(HALF_DATA)
     text += f"\n## Second halves of the short SFT\n\n{second_half_table(halves)}"
-    blocks = {line["job"]: line for line in read_lines(BLOCKS_DATA)}
+    blocks = lines_by_job(BLOCKS_DATA)
     text += f"\n## The block length of the sampler\n\n{sampler_blocks_table(blocks, short)}"
-    rl = {line["job"]: line for line in read_lines(SHORT_RL_DATA)}
+    rl = lines_by_job(SHORT_RL_DATA)
     starts = {BLOCK: short[START], 1: blocks[f"{START}-1"]}
     text += f"\n## RL or more SFT after the short SFT\n\n{short_rl_table(rl, starts)}"
     text += f"\n{reasons_table(rl, starts)}\n{prompt_masks_table(rl, starts)}\n{short_rl_rollouts_table(rl)}"
-    seeds = {line["job"]: line for line in read_lines(three_seeds.DATA)}
+    seeds = lines_by_job(three_seeds.DATA)
     text += f"\n## Three seeds\n\n{three_seeds_table(seeds)}\n{seed_contrasts_table(seeds)}"
-    samplers = {line["job"]: line for line in read_lines(SAMPLERS_DATA)}
+    samplers = lines_by_job(SAMPLERS_DATA)
     text += f"\n## Samplers with fewer passes\n\n{samplers_table(samplers)}"
     text += f"\n## Completions of the first test problems\n\n{texts_table(lines)}"
     return {Path(__file__).with_name("README.md"): text}

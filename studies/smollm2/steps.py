@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import shutil
 import time
@@ -12,7 +13,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from studies.json_lines import read_lines
+from studies.json_lines import lines_by_job, read_lines
 
 TASK = Path(__file__).with_name("study_svamp.py")
 LENGTH, BLOCK, EPOCHS = 48, 8, 4  # tokens of a completion, tokens of a block, epochs of the arms with two streams
@@ -77,7 +78,7 @@ class Study:
         return self.folder / name
 
     def lines(self) -> dict[str, dict[str, Any]]:
-        return {line["job"]: line for line in read_lines(self.data)}
+        return lines_by_job(self.data)
 
     def failed(self) -> set[str]:
         """The names of the jobs that ended in an error, whose text is in failed/; remove a file to try it again."""
@@ -340,7 +341,7 @@ def bits_of_ar(twin: Any, tokenizer: Any, row: dict[str, Any]) -> tuple[float, i
     with torch.no_grad():
         logps = twin(ids).logits.float().log_softmax(-1)
     nats = -logps[0, len(prompt) - 1 : -1].gather(1, ids[0, len(prompt) :, None]).sum().item()
-    return nats / 0.6931471805599453, len(row["solution"].encode())
+    return nats / math.log(2), len(row["solution"].encode())
 
 
 def encoded(tokenizer: Any, row: dict[str, Any]) -> tuple[list[int], list[int]]:
@@ -393,7 +394,7 @@ def answer_bits(study: Study, model: Path, arm: Arm) -> list[tuple[float, int]]:
                 gen_length=length,
                 views_at_once=size,
             )
-        bits = -scores.logps.sum().item() / 0.6931471805599453
+        bits = -scores.logps.sum().item() / math.log(2)
         answers.append((bits, len(row["solution"].encode())))
     return answers
 

@@ -27,13 +27,13 @@ __all__ = ["REWARDS", "extract", "load_rows", "score"]
 
 QUESTION = PROTOCOLS["llada"]["QUESTION"]
 REWARDS = [last_number_reward]
-MOST_TRIES = 200  # draws of numbers per problem
+MAX_TRIES = 200  # draws of numbers per problem
 
 Problem = dict[str, Any]  # question, solution, ground_truth
 
 
 def load_rows(split: str, data_file: str | None = None) -> Dataset:
-    """Problems of a file that `write_problems` wrote."""
+    """Problems of a file that `write_rows` (steps.py) wrote."""
     if data_file is None:
         raise ValueError("this task reads the files of studies.smollm2.run: pass --data_file FILE")
     rows = []
@@ -139,7 +139,7 @@ def with_new_numbers(rows: Sequence[dict[str, str]], per_problem: int, seed: int
         if any(number.denominator != 1 for number in own):
             continue
         seen: set[str] = set()
-        for _ in range(MOST_TRIES):
+        for _ in range(MAX_TRIES):
             if len(seen) == per_problem:
                 break
             drawn = [Fraction(drawn_number(int(number), rng)) for number in own]

@@ -35,7 +35,7 @@ def test_every_method_has_a_row_with_its_values(capsys):
     header, *rows = printed(capsys)
     shown = ["method", "estimator", "objective", "loss_type", "KL", "beta", "advantage", "mu"]
     assert header == [*shown, "trained by its authors", "paper"]
-    assert {row[0]: row[-2] for row in rows}["tracerl"] == "all weights, 32 x 8"
+    assert {row[0]: row[-2] for row in rows}["tracerl"] == "all weights, 0.5 x 8"
     assert [row[0] for row in rows] == [*METHODS]
     by_name = {row[0]: row[1:-2] for row in rows}
     assert by_name["espo"] == ["espo", "trl", "grpo", "k2_sequence", "0.001", "leave_one_out", "8"]

@@ -21,6 +21,7 @@ from d1.models.convert import export, merge, write_weights
 from d1.models.folder import ModelFolder
 from d1.models.kinds import KINDS
 from d1.rl import train as rl
+from d1.sampling.settings import ModelFlags
 from d1.sft import train as sft
 from d1.transformers_bridge import stored_weights
 from tests.commands import ROOT
@@ -170,10 +171,20 @@ def test_a_base_that_is_not_there_is_named_with_the_adapter_and_the_remedy(base,
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     message = (
         rf"^adapter {tmp_path} was trained on {re.escape(base)} \(base_model_name_or_path in adapter_config.json\), "
-        r"which is not there: correct that field, or, .* --model_path and the adapter with --checkpoint_path \(.*\)$"
+        r"which is not there: correct that field, or name the base .* and the adapter with --checkpoint_path \(.*\)$"
     )
     with pytest.raises(FileNotFoundError, match=message):
         load_model(tmp_path)
+
+
+def test_an_adapter_without_a_tokenizer_is_read_with_that_of_the_model_that_is_named(tiny_model_dir, tmp_path):
+    """PEFT saves none, and the base that it recorded may have moved."""
+    config = {"peft_type": "LORA", "base_model_name_or_path": "/gone/base", "target_modules": ["q_proj"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    flags = ModelFlags(model_path=str(tiny_model_dir), checkpoint_path=str(tmp_path))
+    assert flags.load_tokenizer().name_or_path == str(tiny_model_dir)
+    load_tokenizer(tiny_model_dir).save_pretrained(tmp_path)
+    assert flags.load_tokenizer().name_or_path == str(tmp_path)
 
 
 def test_an_adapter_without_weights_is_refused_before_its_base_is_read(kind_dirs, tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ import torch
 
 from d1.rl.batch import loss_inputs
 from d1.rl.bridge import rollout_buffer
+from d1.rl.checks import check_single_turn
 from d1.rl.config import DiffuGRPOConfig
 from d1.rl.losses import ADVANTAGES, OBJECTIVES, PENALTIES, Advantage, Objective, Penalty
 from d1.rl.methods import METHODS
@@ -424,6 +425,7 @@ MISTAKES = [
     ),
     (OF_BOUNDS, "return inputs.old_bounds - inputs.reference_bounds", "TypeError in line 7: unsupported operand"),
     (OF_BOUNDS, "return inputs.old_bounds * settings.no_such_thing", "AttributeError in line 7"),
+    (LOSS, "return per_row(inputs).mean() / inputs.views_per_draw, {}", "the loss is -?inf; `views_per_draw` is 0 if"),
     (VIEWS, "return None", "returned None: expected Views, of d1.scoring"),
     (VIEWS, TWO + "return Views(noise, weights)", "gave 2 views, but its entry says at most 1"),
     (VIEWS, TWO + "return Views(noise, weights[:, :1])", "2 views have noise and 1 have weights"),
@@ -439,6 +441,11 @@ def test_a_mistake_in_a_users_function_is_one_line_before_anything_is_loaded(tmp
     with pytest.raises(ValueError, match=f"^{ENTRY}.*{message}") as error:
         config(method=str(path))
     assert "\n" not in str(error.value)
+
+
+def test_tools_that_a_config_names_are_those_of_the_command():
+    with pytest.raises(ValueError, match=r"^tools calculator: d1 rl reads these names; give the trainer functions"):
+        check_single_turn(config(tools=["calculator"]))
 
 
 def test_a_trial_leaves_the_global_generator_alone(tmp_path):

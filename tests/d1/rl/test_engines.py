@@ -20,7 +20,7 @@ from d1.rl.batch import completion_ids_of, evaluating, record_and_costs
 from d1.rl.checks import left_to_right_rows
 from d1.sampling import SamplingSettings, rollout
 from d1.scoring import ESTIMATORS, Randomness, ViewSettings
-from d1.serve.rescoring import STATES, Rescoring, states_of
+from d1.serve.rescoring import MAX_STATES, Rescoring, states_of
 from d1.serve.user import RECORD, ROW_FIELDS, UserRollouts
 from tests.tiny_grpo import clockless, logged, make_method, weights
 
@@ -271,6 +271,6 @@ def test_every_state_of_a_row_has_its_turn(tiny_model_dir, tiny_block_dir, tmp_p
         trainer = make_method(model, tmp_path, "d1", eos_stop=False, **longer)
         one = {name: column[:1] for name, column in sampled(trainer).items()}
         scored = [states_of(one, trainer.blocks, number).weights for number in range(24)]
-        assert all(weights.shape[1] <= STATES for weights in scored)
+        assert all(weights.shape[1] <= MAX_STATES for weights in scored)
         assert all((weights.sum(1) <= 1).all() for weights in scored)
         assert torch.stack([weights.sum(1) for weights in scored]).amax(0).min() == 1

@@ -115,8 +115,8 @@ def test_a_turn_is_a_request_with_a_longer_prompt(fleet, tiny_model_dir, folder,
 def test_a_server_falls_silent_dies_and_comes_back_with_the_weights(
     fleet, tiny_model_dir, folder, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(rollouts, "WATCH", 0.2)
-    monkeypatch.setattr(rollouts, "CONNECT", 1.0)
+    monkeypatch.setattr(rollouts, "WATCH_SECONDS", 0.2)
+    monkeypatch.setattr(rollouts, "CONNECT_SECONDS", 1.0)
     fleet.pause(0)  # so that it holds rows when it stops
     works = []
 
@@ -235,7 +235,8 @@ def test_patience_counts_from_the_last_answer(monkeypatch, tmp_path):
     monkeypatch.setattr(rollouts, "time", SimpleNamespace(monotonic=lambda: clock.now))
     servers = object.__new__(rollouts.PolicyServers)
     servers.servers, servers.patience = [RolloutServer("http://127.0.0.1:1")], 2.0
-    servers.silent_since, servers.last_reminder, servers.folder = None, -rollouts.REMIND, WeightsFolder(tmp_path)
+    servers.silent_since, servers.last_reminder = None, -rollouts.REMINDER_SECONDS
+    servers.folder = WeightsFolder(tmp_path)
     for clock.now, problem in ((0.0, "silent"), (1.0, None), (3.0, "silent"), (4.9, "silent")):
         servers.servers[0].problem = problem
         assert servers.any_server_alive() is (problem is None)
@@ -245,7 +246,7 @@ def test_patience_counts_from_the_last_answer(monkeypatch, tmp_path):
 
 
 def test_a_server_whose_answers_make_no_sense_gives_back_its_part(monkeypatch):
-    monkeypatch.setattr(rollouts, "WATCH", 0.01)
+    monkeypatch.setattr(rollouts, "WATCH_SECONDS", 0.01)
     server = RolloutServer("http://127.0.0.1:1")
     server.problem = None
     monkeypatch.setattr(server, "ask", lambda *_, **__: int("no number"))
