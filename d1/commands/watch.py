@@ -205,7 +205,7 @@ def rehearse(
                 yield film.followed(part, len(part.tokens))
             calls = toolbox.append_turn(episode, canvas)
             if calls:
-                toolbox.results(episode, calls, at=[args.seed, args.index, 0])
+                toolbox.append_results(episode, calls, at=[args.seed, args.index, 0])
             last = episode.turns[-1]
             result_ids = []
             if not episode.end:

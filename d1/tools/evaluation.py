@@ -100,7 +100,7 @@ class EpisodeRows(Rows):
             costs = [costs[0] + passes[row], costs[1] + tokens[row]]
             calls = self.toolbox.append_turn(episode, canvases[row])
             if calls:
-                self.toolbox.results(episode, calls, at=[self.args.seed, prompt.index, prompt.sample])
+                self.toolbox.append_results(episode, calls, at=[self.args.seed, prompt.index, prompt.sample])
             if episode.end is None:
                 self.waiting.append((prompt, problem, episode, costs))
             else:

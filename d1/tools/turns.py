@@ -325,7 +325,7 @@ class Toolbox:
             episode.finish("no_call")
         return []
 
-    def results(
+    def append_results(
         self, episode: Episode, calls: Sequence[str], log: Results | None = None, at: Sequence[int] = ()
     ) -> None:
         """Makes the calls of an episode's last turn and gives it their results. `at` is the key of the rollout: of its
@@ -475,7 +475,7 @@ class Toolbox:
             # marked as concurrent.
             def make_calls(episode_and_calls: tuple[Episode, list[str]]) -> None:
                 episode, calls = episode_and_calls
-                self.results(episode, calls, log, at)
+                self.append_results(episode, calls, log, at)
 
             functions = [function for episode, _ in with_calls for function in episode.functions.values()]
             is_concurrent = all(getattr(function, "concurrent", False) for function in functions)
