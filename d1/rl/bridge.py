@@ -66,6 +66,7 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
     - `_get_per_token_logps_and_entropies`, because TRL's scores in one state only: on a rollout it returns nothing, so
       TRL stores nothing, and in the loss it returns what `trl_loss` was given;
     - `_compute_loss`, to call `loss`;
+    - `_get_eval_sampler`, so that several processes evaluate no row twice;
     - `_calculate_rewards`, to time it, to keep each row's weighted sum of rewards and its accuracy, and to leave out
       rows without a reward.
     Overrides of Trainer's own methods are in `RunTrainer`; `train_sampler` gives it an order that survives a resume.
@@ -280,9 +281,10 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
         if processes == 1 or rows % prompts == 0:
             return eval_dataset
         if rows < prompts:
+            size = f"{processes} processes x per_device_eval_batch_size {self.args.eval_batch_size}"
             raise ValueError(
-                f"{rows} rows to evaluate are fewer than a batch of {processes} processes x per_device_eval_batch_size "
-                f"{self.args.eval_batch_size} completions has, {prompts}: choose a smaller one"
+                f"{rows} rows to evaluate are fewer than the {prompts} prompts of a batch ({size} completions): lower "
+                "per_device_eval_batch_size"
             )
         return eval_dataset.select(range(rows - rows % prompts))
 

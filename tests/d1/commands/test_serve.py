@@ -121,7 +121,7 @@ def test_a_second_signal_ends_it_after_the_current_pass(tiny_model_dir, tmp_path
         time.sleep(0.3)
         os.kill(process.pid, number)
         assert answer.result().status_code == 503
-        text = forks.finish([process], tmp_path / "log", status=status, timeout=20)
+        text = forks.finish([process], tmp_path / "log", status=status, timeout=60)
         assert text.endswith(f"{url}\nA second signal ended the server: requests at work got 503.\n{last}")
         sender.close()
 

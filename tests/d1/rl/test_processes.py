@@ -120,7 +120,7 @@ def test_an_evaluation_of_two_processes_counts_no_row_twice(tiny_model_dir, tmp_
     folder = tmp_path / "few"
     started = start(tiny_model_dir, folder, *evaluation, "2", "--eval_limit", "3", launcher="ddp")
     said = forks.finish(started, folder / "log", status=1)
-    assert "3 rows to evaluate are fewer than a batch of 2 processes x per_device_eval_batch_size 2" in said
+    assert "3 rows to evaluate are fewer than the 4 prompts of a batch (2 processes x per_device_eval_batch" in said
     assert "Traceback" not in said
 
 
