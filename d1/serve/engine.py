@@ -239,7 +239,7 @@ class Engine:
         self.version = version
         self.batch_size = batch_size
         self.queue_size = queue_size
-        self.condition = threading.Condition()  # guards all that follows, up to `lanes`
+        self.condition = threading.Condition()  # guards all that follows, up to `streams`
         self.waiting: deque[Row] = deque()
         self.dropped: set[int] = set()  # rows at work that leave as soon as their lane lets them
         self.update: WeightUpdate | None = None
@@ -248,7 +248,7 @@ class Engine:
         self.is_closing = False
         self.end_reason = ""  # why no rows are taken any more
         self.rows: dict[int, Row] = {}  # at work; only the engine's thread removes them
-        self.lanes: dict[Lane, Stream] = {}
+        self.streams: dict[Lane, Stream] = {}
         # Of lanes whose rows are in the middle of blocks that they fill together: the passes that are left
         self.steps: dict[Lane, Iterator[Step]] = {}
         self.numbers = count()
@@ -384,9 +384,9 @@ class Engine:
                 return
 
             # Dropped rows leave, in the middle of a block if no other row fills it.
-            for key in [*self.steps]:
-                if self.dropped.issuperset(state.number for state in self.lanes[key].rows):
-                    del self.lanes[key], self.steps[key]
+            for lane in [*self.steps]:
+                if self.dropped.issuperset(state.number for state in self.streams[lane].rows):
+                    del self.streams[lane], self.steps[lane]
             dropped = {number for number in self.dropped if self.rows[number].lane not in self.steps}
             self.dropped -= dropped
             for number in dropped:
@@ -396,18 +396,18 @@ class Engine:
             return
 
         # Finished rows leave.
-        for key in [*self.lanes]:
-            if key not in self.steps:
-                self.run_or_restart(key, partial(self.remove_finished, dropped=dropped))
+        for lane in [*self.streams]:
+            if lane not in self.steps:
+                self.run_or_restart(lane, partial(self.remove_finished, dropped=dropped))
 
         # Waiting rows take their places, unless an update or a pause has come since `can_update` was read.
         with self.condition:
             if self.update is None and not self.is_paused:
                 for row in self.admit_rows():
                     self.rows[row.number] = row
-            keys = dict.fromkeys([*self.lanes, *(row.lane for row in self.rows.values())])
-        for key in keys:
-            self.run_or_restart(key, self.advance)
+            lanes = dict.fromkeys([*self.streams, *(row.lane for row in self.rows.values())])
+        for lane in lanes:
+            self.run_or_restart(lane, self.advance)
 
     def admit_rows(self) -> list[Row]:
         """Takes the rows that the batch has room for out of the queue; a batch of its own enters as a whole."""
@@ -422,17 +422,17 @@ class Engine:
             admitted += [self.waiting.popleft() for _ in range(size)]
         return admitted
 
-    def run_or_restart(self, key: Lane, work: Callable[[Lane], None]) -> None:
+    def run_or_restart(self, lane: Lane, work: Callable[[Lane], None]) -> None:
         """Does the work of a lane. If it fails, e.g. out of memory, each of the lane's rows begins again by itself, a
         batch of its own as a whole. A row that fails once more stops with the error."""
         try:
-            work(key)
+            work(lane)
         except Exception as error:
             logger.exception("sampling failed")
-            self.lanes.pop(key, None)
-            self.steps.pop(key, None)
+            self.streams.pop(lane, None)
+            self.steps.pop(lane, None)
             with self.condition:
-                rows = [row for row in self.rows.values() if row.lane == key]
+                rows = [row for row in self.rows.values() if row.lane == lane]
                 failed = [row for row in rows if row.number not in self.dropped]
                 for row in rows:
                     del self.rows[row.number]
@@ -442,7 +442,7 @@ class Engine:
                 for row in first_failures:
                     row.has_restarted = True
                     row.streamed = 0
-                    if not key.prompt_width:
+                    if not lane.prompt_width:
                         row.batch_name = f"alone {row.number}"
                 self.waiting.extendleft(reversed(first_failures))
             for row in second_failures:
@@ -450,16 +450,16 @@ class Engine:
             if self.model.device.type == "cuda":
                 torch.cuda.synchronize()  # fails where the GPU does not work any more, which ends the engine
 
-    def remove_finished(self, key: Lane, dropped: set[int]) -> None:
-        lane = self.lanes[key]
-        finished = lane.pop_finished(dropped)
+    def remove_finished(self, lane: Lane, dropped: set[int]) -> None:
+        stream = self.streams[lane]
+        finished = stream.pop_finished(dropped)
         if finished:
             numbers, sampled = finished
-            self.report_completed(lane, numbers, sampled)
+            self.report_completed(stream, numbers, sampled)
 
-    def report_completed(self, lane: Stream, numbers: Sequence[int], sampled: Rollout) -> None:
+    def report_completed(self, stream: Stream, numbers: Sequence[int], sampled: Rollout) -> None:
         """Tells rows of a lane that they have ended. Rows whose logits were not finite stop with an error."""
-        errors = lane.nonfinite_errors()
+        errors = stream.nonfinite_errors()
         passes = sampled.passes.tolist()
         forward_tokens = sampled.forward_tokens.tolist()
         ids = sampled.ids.tolist()
@@ -494,61 +494,61 @@ class Engine:
             self.tokens += row.settings.gen_length
             row.on_event(event)
 
-    def begin_steps(self, key: Lane) -> Iterator[Step] | None:
+    def begin_steps(self, lane: Lane) -> Iterator[Step] | None:
         """Lets new rows enter a lane; its next passes. None: no rows are left, and the lane ends."""
-        if key not in self.lanes:
-            self.lanes[key] = Stream(
+        if lane not in self.streams:
+            self.streams[lane] = Stream(
                 self.model,
                 mask_token_id=self.mask_token_id,
-                cache=key.cache,
-                guided=key.guided,
-                prompt_width=key.prompt_width,
-                alone=bool(key.batch_name),
+                cache=lane.cache,
+                guided=lane.guided,
+                prompt_width=lane.prompt_width,
+                alone=bool(lane.batch_name),
             )
-        lane = self.lanes[key]
-        old_numbers = {state.number for state in lane.rows}
+        stream = self.streams[lane]
+        old_numbers = {state.number for state in stream.rows}
         requests = []
         for row in self.rows.values():
-            if row.lane == key and row.number not in old_numbers:
+            if row.lane == lane and row.number not in old_numbers:
                 generator = keyed_generator(row.seed, *key_of(row.rid), device=self.model.device)
                 requests.append(RowRequest(row.number, row.ids, row.settings, generator, row.ends))
-        lane.add_rows(requests)
-        if not lane.rows:
-            del self.lanes[key]
+        stream.add_rows(requests)
+        if not stream.rows:
+            del self.streams[lane]
             return None
-        return lane.steps()
+        return stream.steps()
 
-    def advance(self, key: Lane) -> None:
+    def advance(self, lane: Lane) -> None:
         """Makes a pass of a lane, with its new rows unless it is in the middle of blocks that are filled together."""
-        steps = self.steps.pop(key, None) or self.begin_steps(key)
+        steps = self.steps.pop(lane, None) or self.begin_steps(lane)
         if steps is None:
             return
         step = next(steps)
-        lane = self.lanes[key]
-        if lane.cache.together and any(state.remaining for state in lane.rows):
-            self.steps[key] = steps
-        rows = [self.rows[state.number] for state in lane.rows]
+        stream = self.streams[lane]
+        if stream.cache.together and any(state.remaining for state in stream.rows):
+            self.steps[lane] = steps
+        rows = [self.rows[state.number] for state in stream.rows]
         self.passes += 1
         self.row_passes += len(step.rows)
         if any(row.watches == "steps" for row in rows):
             report_step(rows, step)
-        for index, (row, state) in enumerate(zip(rows, lane.rows, strict=True)):
+        for index, (row, state) in enumerate(zip(rows, stream.rows, strict=True)):
             finished_tokens = state.filled - state.offset  # of full blocks
             if state.remaining == 0:
                 finished_tokens += state.size
             if not row.watches or finished_tokens <= row.streamed:
                 continue
-            if not lane.batch.canvas.sums[index].isfinite():  # the error is reported when the row leaves
+            if not stream.batch.canvas.sums[index].isfinite():  # the error is reported when the row leaves
                 continue
             row.streamed = finished_tokens
-            completion = lane.batch.canvas.ids[index, -row.settings.gen_length :]
+            completion = stream.batch.canvas.ids[index, -row.settings.gen_length :]
             row.on_event(Finished(completion[:finished_tokens].tolist(), self.version))
 
     def exchange_model(self) -> None:
         """Does the update and answers its future. If it fails, the old model stays."""
         update = self.update
         assert update is not None
-        self.lanes = {}
+        self.streams = {}
         gc.collect()  # an earlier model may be left in a reference cycle
         failure: Exception | None = None
         try:
