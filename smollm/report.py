@@ -31,7 +31,7 @@ def scores_of(folder: Path) -> dict[str, Scored]:
             raise ValueError(
                 f"{folder}: {row.setup} is not complete: {'; '.join(row.errors) or 'problems are missing'}"
             )
-        texts = {problem.question: problem.text for problem in setup.problems}
+        texts = {completion.question: completion.text for completion in setup.completions}
         found[arm] = row, [{**one, "text": texts[one["question"]]} for one in details]
     return {arm: found[arm] for arm in ARMS if arm in found}
 

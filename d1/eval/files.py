@@ -34,8 +34,8 @@ TURN_ENDS = re.compile(r"<\|(?:eot_id|endoftext|im_end)\|>")
 
 
 @dataclass(frozen=True)
-class GeneratedProblem:
-    """A problem and its completion in a file: `raw` as decoded, and `text` up to its end, without special tokens."""
+class GeneratedCompletion:
+    """A completion in a file, with its problem: `raw` as decoded, and `text` up to its end, without special tokens."""
 
     where: str  # "FILE, item N", for messages
     key: str  # identifies the completion within a setup
@@ -60,7 +60,7 @@ class GeneratedSetup:
     gen_length: int = 0
     expected: int | None = None
     protocol: str = "d1"  # as eval.py --prompt_protocol
-    problems: list[GeneratedProblem] = field(default_factory=list)
+    completions: list[GeneratedCompletion] = field(default_factory=list)
     missing_ranks: list[int] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
 
@@ -155,16 +155,16 @@ def read_setup(name: str, files: dict[int, Path]) -> GeneratedSetup:
         for number, item in enumerate(data.get("generations", [])):
             where = f"{file}, item {number}"
             try:
-                setup.problems.append(read_problem(where, item))
+                setup.completions.append(read_completion(where, item))
             except (TypeError, ValueError) as error:
                 setup.errors.append(f"{where}: {error}")
 
     # A file of two runs mixes indices, or has items with and without them.
-    numbered = Counter(problem.key for problem in setup.problems if problem.problem.isdigit())
+    numbered = Counter(one.key for one in setup.completions if one.problem.isdigit())
     for key, count in numbered.items():
         if count > 1:
             setup.errors.append(f"{name}: index {key} occurs {count} times")
-    if 0 < numbered.total() < len(setup.problems):
+    if 0 < numbered.total() < len(setup.completions):
         setup.errors.append(f"{name}: some problems have an index and others have none: they are from two runs")
     return setup
 
@@ -182,7 +182,7 @@ def read_json(path: Path, errors: list[str]) -> dict[str, Any]:
     return data
 
 
-def read_problem(where: str, item: Any) -> GeneratedProblem:
+def read_completion(where: str, item: Any) -> GeneratedCompletion:
     """One item of a file."""
     if not isinstance(item, dict):
         raise TypeError(f"an item must be an object, got {type(item).__name__}")
@@ -204,7 +204,7 @@ def read_problem(where: str, item: Any) -> GeneratedProblem:
     key = problem
     if isinstance(item.get("sample"), int):
         key = f"{problem}.{item['sample']}"
-    return GeneratedProblem(
+    return GeneratedCompletion(
         where=where,
         key=key,
         problem=problem,

@@ -24,7 +24,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from d1 import extensions
-from d1.eval.files import D1_TASKS, UNKNOWN, GeneratedProblem, GeneratedSetup, read_setups
+from d1.eval.files import D1_TASKS, UNKNOWN, GeneratedCompletion, GeneratedSetup, read_setups
 from d1.eval.uncertainty import pass_at_k, sign_test, wilson_interval
 from d1.files import check_output_dir
 from d1.ranges import setting
@@ -80,7 +80,7 @@ def score_setup(
     """
     row = Row(setup.name, setup.task, setup.model, setup.gen_length, scoring, expected=setup.expected)
     row.missing_ranks, row.errors = setup.missing_ranks, list(setup.errors)
-    if setup.errors and not setup.problems:
+    if setup.errors and not setup.completions:
         return row, []
     task = None
     try:
@@ -100,29 +100,29 @@ def score_setup(
         return row, []
 
     # A completion that occurs twice counts once by the tasks' rules, and twice by the published ones.
-    by_key: dict[str, GeneratedProblem] = {}
-    for problem in setup.problems:
-        by_key.setdefault(problem.key, problem)
-    completions = setup.problems if task is None else list(by_key.values())
+    by_key: dict[str, GeneratedCompletion] = {}
+    for completion in setup.completions:
+        by_key.setdefault(completion.key, completion)
+    completions = setup.completions if task is None else list(by_key.values())
 
     details: list[dict[str, Any]] = []
     problems: list[str] = []
     with ThreadPoolExecutor(getattr(task, "CONCURRENT", 1)) as pool:
         parallel_map = pool.map if hasattr(task, "CONCURRENT") else map
         results = parallel_map(partial(score_completion, setup, task), completions)
-        for problem, detail in zip(completions, results, strict=True):
+        for completion, detail in zip(completions, results, strict=True):
             if isinstance(detail, str):
-                row.errors.append(f"{problem.where}: {detail}")
+                row.errors.append(f"{completion.where}: {detail}")
                 continue
             if details:
                 difference = compare_metrics(details[0], detail)
                 if difference is not None:
-                    row.errors.append(f"{problem.where}: {difference}")
+                    row.errors.append(f"{completion.where}: {difference}")
                     continue
-            details.append({"setup": setup.name, "where": problem.where, **detail})
-            problems.append(problem.problem)
+            details.append({"setup": setup.name, "where": completion.where, **detail})
+            problems.append(completion.problem)
 
-    row.duplicates = len(setup.problems) - len(by_key)
+    row.duplicates = len(setup.completions) - len(by_key)
     if details:
         summarise(row, setup, details, problems)
     if row.expected is not None and len(by_key) > row.expected:
@@ -134,21 +134,23 @@ def score_setup(
     return row, details
 
 
-def score_completion(setup: GeneratedSetup, task: ModuleType | None, problem: GeneratedProblem) -> dict[str, Any] | str:
+def score_completion(
+    setup: GeneratedSetup, task: ModuleType | None, completion: GeneratedCompletion
+) -> dict[str, Any] | str:
     """The score of a completion by its task or, if that is None, by the published rules; an error as text, whatever the
     task raises, so that the others are still scored. Raises SandboxError if there is no sandbox for programs."""
-    row = {"question": problem.question, "ground_truth": problem.ground_truth}
+    row = {"question": completion.question, "ground_truth": completion.ground_truth}
     try:
         if task is None:
             from d1.eval.published_rules import score_published  # imports datasets, which --help does not need
 
-            right, total = score_published(setup.task, problem.raw[-MAX_TEXT:], row)
+            right, total = score_published(setup.task, completion.raw[-MAX_TEXT:], row)
             return {**row, "right": right, "total": total, "accuracy": right / total}
-        scores = score_strict(problem.text[-MAX_TEXT:], task, row)
-        if problem.first_text is not None:
+        scores = score_strict(completion.text[-MAX_TEXT:], task, row)
+        if completion.first_text is not None:
             first_scores = scores
-            if problem.first_text != problem.text:
-                first_scores = score_strict(problem.first_text[-MAX_TEXT:], task, row)
+            if completion.first_text != completion.text:
+                first_scores = score_strict(completion.first_text[-MAX_TEXT:], task, row)
             scores["before_edits"] = first_scores["accuracy"]
         return {**row, **scores}
     except Exception as error:
@@ -235,7 +237,7 @@ def summarise(row: Row, setup: GeneratedSetup, details: list[dict[str, Any]], pr
                 row.pass_at[f"pass@{k}"] = (100 * value, 100 * low, 100 * high)
 
     for name in ("tokens", "forward_passes", "edits"):
-        counts = [getattr(problem, name) for problem in setup.problems]
+        counts = [getattr(completion, name) for completion in setup.completions]
         counts = [count for count in counts if count is not None]
         setattr(row, name, fmean(counts) if counts else None)
 

@@ -262,9 +262,9 @@ def test_nothing_hangs_or_is_lost_on_a_nasty_completion(tmp_path, task, scoring)
     texts = [*NASTY, RIGHT[task]]
     write(tmp_path, f"{task}_m_128_64_0", [item(task, text, number) for number, text in enumerate(texts)])
     setup = next(setup for setup in read_setups(tmp_path) if setup.model == "m")
-    for text, problem in zip(texts, setup.problems, strict=True):
+    for text, completion in zip(texts, setup.completions, strict=True):
         began, working = time.perf_counter(), time.process_time()
-        row, details = score_setup(replace(setup, problems=[problem]), scoring, {})
+        row, details = score_setup(replace(setup, completions=[completion]), scoring, {})
         assert time.process_time() - working < 1, text[:60]  # of this process alone: other work does not slow it down
         assert time.perf_counter() - began < 30, text[:60]  # math-verify's process stops by its own clock
         assert not row.errors, text[:60]

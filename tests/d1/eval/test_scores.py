@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from d1.eval import scores
-from d1.eval.files import read_problem, read_setups
+from d1.eval.files import read_completion, read_setups
 from d1.eval.published_rules import score_published
 from d1.eval.scores import compare, score_setup
 from d1.eval.uncertainty import wilson_interval
@@ -347,7 +347,7 @@ FIELDS = ["question", "generations", "text", "tokens", "edits", "first_text", "i
 @given(item=st.dictionaries(st.sampled_from(FIELDS), JSON) | JSON)
 def test_items_of_any_shape_are_read_or_refused(item):
     try:
-        read = read_problem("file, item 0", item)
+        read = read_completion("file, item 0", item)
     except TypeError:
         return
     assert all(isinstance(text, str) for text in (read.question, read.raw, read.text, read.key))
