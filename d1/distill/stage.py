@@ -121,7 +121,8 @@ def sample_or_read_traces(
     """The numbers and the traces of the prompts that are trained on, and the tokens that sampling processed. Traces of
     the same settings, model, task and prompts in the run's folder are read, not sampled again."""
     settings = {name: getattr(args, name) for name in (*SAMPLING, *SHARED)}
-    settings |= {ROWS + "train_data": sampler.prompts.rows, "order": "by length"}
+    settings[ROWS + "train_data"] = sampler.prompts.rows
+    settings["order"] = "by length"  # of the prompts in the files
     name = from_rank_0(lambda: hash_values(settings | hash_settings(settings)))
     folder = Path(str(training.output_dir)) / "traces" / name
 

@@ -166,10 +166,12 @@ def run(args: EvalFlags) -> list[Row]:
         identities = from_rank_0(lambda: [completions.run_identity(length_run, prompts) for length_run in runs])
         setups = zip(journals, identities, strict=True)
         incomplete = from_rank_0(lambda: [journal.prepare(identity, args.overwrite) for journal, identity in setups])
-        where = "--dont_save writes to $TMPDIR" if args.dont_save else "--output_dir"
-        for journal, to_do in zip(journals, incomplete, strict=True):
-            if to_do:
-                require_shared(journal.identity_file, f"all machines must share the folder of completions, {where}")
+        to_write = [journal for journal, to_do in zip(journals, incomplete, strict=True) if to_do]
+        if to_write:  # all into one folder
+            where = "--output_dir"
+            if args.dont_save:
+                where = "--dont_save writes to $TMPDIR"
+            require_shared(to_write[0].identity_file, f"all machines must share the folder of completions, {where}")
 
         load = functools.cache(lambda: completions.load_model_for(args, folder))
         for length_run, journal, identity, to_do in zip(runs, journals, identities, incomplete, strict=True):

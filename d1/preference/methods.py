@@ -36,8 +36,15 @@ METHODS = {
         "dpo",
         "VRPO as DARE trains it, github.com/yjyddq/DARE",
         COMMON
-        | {"beta": 0.2, "num_views": 4, "spread": "even", "learning_rate": 5e-7, "warmup_steps": 0}
-        | {"lr_scheduler_type": "constant", "adam_beta2": 0.999},
+        | {
+            "beta": 0.2,
+            "num_views": 4,
+            "spread": "even",
+            "learning_rate": 5e-7,
+            "lr_scheduler_type": "constant",
+            "warmup_steps": 0,
+            "adam_beta2": 0.999,
+        },
         per_canvas_token=True,
     ),
     "elbo-kto": Method(

@@ -277,7 +277,9 @@ def stage_of(
     )
 
 
-def trainer_arguments(args: TrainingSettings, **stage_arguments: Any) -> tuple[TrainingArguments, ModelFolder]:
+def trainer_arguments(
+    args: TrainingSettings, *, ddp_timeout: int = TOKENISING_SECONDS, **stage_arguments: Any
+) -> tuple[TrainingArguments, ModelFolder]:
     """The Trainer's arguments for the settings, and the model; `stage_arguments` are those of the stage. ValueError or
     FileNotFoundError if the folder, the device or the model cannot be used."""
     folder = Path(args.output_dir) / args.job_name
@@ -320,7 +322,8 @@ def trainer_arguments(args: TrainingSettings, **stage_arguments: Any) -> tuple[T
         warmup_steps=stage_settings.warmup_steps,
         seed=args.seed,
         logging_steps=args.logging_steps,
-        **{"ddp_timeout": TOKENISING_SECONDS, **stage_arguments},
+        ddp_timeout=ddp_timeout,
+        **stage_arguments,
     )
     return training, model
 

@@ -20,9 +20,7 @@ logger = logging.getLogger(__name__)
 
 MAX_STATES = 8  # in which a row is scored
 MAX_DIFFERENCE_FP32 = 1e-2  # largest difference in nats allowed in fp32, where rounding gives 1e-5 to 1e-3
-MAX_MEDIAN_DIFFERENCE = (
-    0.5  # largest median difference in nats allowed between data types, which usually gives about 0.02
-)
+MAX_MEDIAN_DIFFERENCE = 0.5  # in nats, allowed between data types, where the median is usually about 0.02
 
 
 def describe_difference(row: Batch, scores: Scores, views: Views, exact: bool) -> str:

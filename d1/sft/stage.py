@@ -52,8 +52,8 @@ ON_RESUME = on_resume(
     "uniform_ratio",
     free=("quiet",),
 )
-# Settings of a model that hides tokens by masks, which do nothing for uniform noise.
 LONG_EVALUATIONS = 0.25  # of the time of training
+# Settings of a model that hides tokens by masks, which do nothing for uniform noise.
 MASK_SETTINGS = ("packing", "complementary_masks", "edit_noise", "eos_padding")
 
 
@@ -131,7 +131,7 @@ def prepare(
 
     cap_batch(training, len(train_dataset))
     if eval_dataset is not None and training.process_index == 0:
-        log_long_evaluations(len(train_dataset), len(eval_dataset), training)
+        log_long_evaluations(len(train_dataset), len(eval_dataset), args.eval_steps, training)
     fingerprint = from_rank_0(lambda: hash_values([hash_rows(dataset.rows) for dataset in datasets]))
     facts = {ROWS + "train_data": fingerprint, "held_out_rows": len(held_out_rows) if args.test_split else 0}
     if training.process_index == 0 and not args.quiet:
@@ -233,21 +233,21 @@ def check_scdd(args: SFTConfig, config: Any) -> None:
         raise ValueError("--complementary_masks hides what a first draw left visible, and --noise scdd also replaces")
 
 
-def log_long_evaluations(rows: int, evaluated_rows: int, training: TrainingArguments) -> None:
+def log_long_evaluations(rows: int, evaluated_rows: int, eval_steps: int, training: TrainingArguments) -> None:
     """Warns if evaluations take more than a quarter of the time of training, by their forward passes; a backward pass
     has twice the operations. `evaluated_rows` counts each draw of a row."""
     rows_per_step = training.per_device_train_batch_size * training.gradient_accumulation_steps * training.world_size
     steps = training.max_steps
     if steps <= 0:
         steps = math.ceil(training.num_train_epochs * math.ceil(rows / rows_per_step))
-    evaluations = steps // int(training.eval_steps or steps)
+    evaluations = steps // eval_steps
     share = evaluations * evaluated_rows / (3 * steps * rows_per_step)
     if share > LONG_EVALUATIONS:
         logger.warning(
-            "Evaluations take about %.0f%% of the time of training: each %s steps, %d forward passes of a row. Raise "
+            "Evaluations take about %.0f%% of the time of training: each %d steps, %d forward passes of a row. Raise "
             "--eval_steps, or lower --test_split or --eval_draws.",
             100 * share,
-            training.eval_steps,
+            eval_steps,
             evaluated_rows,
         )
 

@@ -341,7 +341,7 @@ def reasons_table(lines: Lines, starts: Mapping[int, Mapping[str, Any]]) -> str:
         gaps["3. low_rate minus rl"] = gains["low_rate"] - gains["rl"]
     if "blocks_of_1" in gains:
         gaps["4. gain of blocks_of_1 minus gain of rl"] = gains["blocks_of_1"] - gains["rl"]
-    return contrast_rows(gaps, tests=4)
+    return holm_table(gaps, tests=4)
 
 
 def cells_of_texts(line: Mapping[str, Any]) -> list[str]:
@@ -355,15 +355,15 @@ def short_rl_rollouts_table(lines: Lines) -> str:
     rows = []
     for name in RL_ARMS:
         if name in lines:
-            right, ratios, entropies = (
-                np.array_split(np.array(lines[name][log]), 4) for log in ("right", "ratio_max", "entropy")
-            )
+            right = np.array_split(np.array(lines[name]["right"]), 4)
+            ratios = np.array_split(np.array(lines[name]["ratio_max"]), 4)
+            entropies = np.array_split(np.array(lines[name]["entropy"]), 4)
             cells = [
-                [f"{100 * quarter.mean():.1f}" for quarter in right],
-                [f"{quarter.max():.2f}" for quarter in ratios],
-                [f"{quarter.mean():.2f}" for quarter in entropies],
+                ", ".join(f"{100 * quarter.mean():.1f}" for quarter in right),
+                ", ".join(f"{quarter.max():.2f}" for quarter in ratios),
+                ", ".join(f"{quarter.mean():.2f}" for quarter in entropies),
             ]
-            rows.append([name, *map(", ".join, cells)])
+            rows.append([name, *cells])
     return markdown_table(["in each quarter of RL", "right, %", "largest ratio", "entropy per token, nats"], rows)
 
 
@@ -372,12 +372,14 @@ def prompt_masks_table(lines: Lines, starts: Mapping[int, Mapping[str, Any]]) ->
     gaps: dict[str, np.ndarray] = {}
     for name, hidden in {"shown_blocks_of_1": "blocks_of_1", "shown": "rl"}.items():
         if name in lines:
-            gaps[f"{name} minus SFT, in blocks of {block_of(name)}"] = gain_of_rl(lines, starts, name)
-            gaps[f"{name} minus {hidden}"] = outcomes(lines[name], "validation") - outcomes(lines[hidden], "validation")
-    return contrast_rows({f"{number}. {name}": gap for number, (name, gap) in enumerate(gaps.items(), 1)}, tests=4)
+            number = len(gaps) + 1
+            gaps[f"{number}. {name} minus SFT, in blocks of {block_of(name)}"] = gain_of_rl(lines, starts, name)
+            gap = outcomes(lines[name], "validation") - outcomes(lines[hidden], "validation")
+            gaps[f"{number + 1}. {name} minus {hidden}"] = gap
+    return holm_table(gaps, tests=4)
 
 
-def contrast_rows(gaps: Mapping[str, np.ndarray], tests: int) -> str:
+def holm_table(gaps: Mapping[str, np.ndarray], tests: int) -> str:
     """A table of contrasts of one run, whose p values have Holm's correction if all `tests` are there."""
     adjusted = [""] * len(gaps)
     if len(gaps) == tests:

@@ -21,7 +21,7 @@ from typing import Any
 
 from d1.runs.cli import run_script
 from studies.smollm2 import short_sft
-from studies.smollm2.steps import Arm, Study, answer_bits, judge, losses_of
+from studies.smollm2.steps import Arm, Study, answer_bits, judge
 
 DATA = short_sft.DATA.with_name("second_half.jsonl")
 FIRST = "ar_first"  # the arm whose first half all have
@@ -57,11 +57,7 @@ def train_second_half(study: Study, name: str) -> dict[str, Any]:
 
     replace(stage, prepare=prepare).run()
     trained = study.path(out)
-    line = {
-        "settings": short_sft.without_folder(study, words),
-        "losses": losses_of(trained),
-        "seconds": short_sft.seconds_of(trained),
-    }
+    line = short_sft.training_line(study, words, trained)
     arm = Arm(convert=None, streams=2, block=block)
     bits, sizes = zip(*answer_bits(study, trained, arm), strict=True)
     line |= judge(study, trained, arm, ["validation"])

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 from d1.runs.cli import run_script
 from studies.json_lines import read_lines
 from studies.smollm2 import short_sft
-from studies.smollm2.short_sft import seconds_of, stage_flags, train_stage, without_folder
-from studies.smollm2.steps import BLOCK, TASK, Arm, Study, bits_per_byte, judge, losses_of
+from studies.smollm2.short_sft import seconds_of, stage_flags, train_stage, training_line, without_folder
+from studies.smollm2.steps import BLOCK, TASK, Arm, Study, bits_per_byte, judge
 
 DATA = short_sft.DATA.with_name("short_rl.jsonl")
 RECIPE = short_sft.ROOT / "recipes" / "smollm2-135m-rl.yaml"
@@ -87,7 +87,7 @@ def train_more(study: Study, start: Path, out: Path, seed: int = 1) -> dict[str,
     words = stage_flags(study, START, 0, start, out.name)
     words += ["--seed", str(seed), "--max_steps", "8" if study.tiny else str(SFT_STEPS)]  # the last of two flags counts
     train_stage(words)
-    return {"settings": without_folder(study, words), "losses": losses_of(out), "seconds": seconds_of(out)}
+    return training_line(study, words, out)
 
 
 def train_and_judge(study: Study, name: str) -> dict[str, Any]:

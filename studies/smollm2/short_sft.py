@@ -56,11 +56,12 @@ def train_short(study: Study, name: str) -> dict[str, Any]:
     line: dict[str, Any] = {"settings": [], "losses": [], "seconds": 0.0}
     for stage in range(len(losses)):
         words = stage_flags(study, name, stage, start)
-        train_stage(words)
         start = study.path(f"short-{name}-{stage}")
-        line["settings"].append(without_folder(study, words))
-        line["losses"].append(losses_of(start))
-        line["seconds"] += seconds_of(start)
+        train_stage(words)
+        trained = training_line(study, words, start)
+        line["settings"].append(trained["settings"])
+        line["losses"].append(trained["losses"])
+        line["seconds"] += trained["seconds"]
     arm = Arm(convert=None, streams=2, block=block)
     return line | judge(study, start, arm, ["validation"]) | {"bits": bits_per_byte(study, start, arm)}
 
@@ -76,6 +77,11 @@ def stage_flags(study: Study, name: str, stage: int, start: Path, out: str | Non
     steps = (8 if study.tiny else STEPS) // len(losses)
     flags += ["--max_steps", steps, "--logging_steps", 1 if study.tiny else 4, "--eval_steps", 32]
     return [*map(str, flags)]
+
+
+def training_line(study: Study, words: list[str], out: Path) -> dict[str, Any]:
+    """What a line says of SFT that had these flags and wrote to the folder `out`."""
+    return {"settings": without_folder(study, words), "losses": losses_of(out), "seconds": seconds_of(out)}
 
 
 def train_stage(words: list[str]) -> None:

@@ -18,8 +18,8 @@ from typing import Any
 from d1.runs.cli import run_script
 from studies.smollm2 import short_sft
 from studies.smollm2.short_rl import START, train_more, train_rl
-from studies.smollm2.short_sft import SHORT_ARMS, seconds_of, stage_flags, train_stage, without_folder
-from studies.smollm2.steps import BLOCK, Arm, Study, bits_per_byte, judge, losses_of
+from studies.smollm2.short_sft import SHORT_ARMS, stage_flags, train_stage, training_line
+from studies.smollm2.steps import BLOCK, Arm, Study, bits_per_byte, judge
 
 DATA = short_sft.DATA.with_name("three_seeds.jsonl")
 CONVERSION = SHORT_ARMS[START][0]  # that all arms start from
@@ -48,7 +48,7 @@ def train(study: Study, arm: str, seed: int) -> dict[str, Any]:
     words = stage_flags(study, arm, 0, study.path(f"{CONVERSION}-base"), out.name)
     words += ["--seed", str(seed)]  # the last of two flags counts
     train_stage(words)
-    return {"settings": without_folder(study, words), "losses": losses_of(out), "seconds": seconds_of(out)}
+    return training_line(study, words, out)
 
 
 def train_and_judge(study: Study, arm: str, seed: int) -> dict[str, Any]:

@@ -65,6 +65,11 @@ ROW = {
 }
 
 
+def cells_of(table):
+    """The cells of a Markdown table, by row, without its head."""
+    return [[cell.strip() for cell in row.split("|")[1:-1]] for row in table.splitlines()[2:]]
+
+
 def test_a_problem_has_its_steps_in_the_order_in_which_they_are_computed():
     assert study_svamp.own_problem(ROW) == {
         "question": "A has 6 books in each of 9 boxes, and gives 4 away. How many are left?",
@@ -578,7 +583,7 @@ def test_second_halves_are_compared_by_problem():
     lines = {}
     for number, (name, verdicts) in enumerate(right.items()):
         lines[name] = line(name, verdicts, [3.0 + number, 6.0, 3.0, 6.0])
-    rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in second_half_table(lines).splitlines()[2:]]
+    rows = cells_of(second_half_table(lines))
     by_name = {name: cells for name, *cells in rows}
     assert by_name["ar_first"][1:3] == ["", ""]
     assert by_name["ar_first"][3] == f"{18 / 60:.4f}"
@@ -590,7 +595,7 @@ def test_second_halves_are_compared_by_problem():
     assert by_name["blocks_of_4"][2] == "1"
 
     del lines["aligned"]
-    rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in second_half_table(lines).splitlines()[2:]]
+    rows = cells_of(second_half_table(lines))
     assert all(cells[2] == cells[5] == "" for _, *cells in rows)  # not all tests are there
     assert rows[-1] == ["aligned", *[""] * 7]
 
@@ -650,12 +655,9 @@ def test_rl_and_more_sft_are_compared_by_problem():
     def line(right, bits=0.3):
         return {"validation": {"right": right, "characters": 20.0}, "bits": bits, "seconds": 120.0}
 
-    def cells(table):
-        return [[cell.strip() for cell in row.split("|")[1:-1]] for row in table.splitlines()[2:]]
-
     starts = {8: line("1000"), 1: line("1100")}
     lines = {"rl": line("1100", 0.2), "more": line("1111", 0.1)}
-    sft, rl, more, *missing = cells(short_rl_table(lines, starts))
+    sft, rl, more, *missing = cells_of(short_rl_table(lines, starts))
     assert sft[4:] == ["", "", "0.300", "20.0", "2"]
     assert rl[1:3] == ["3e-05", "8"]
     assert rl[4].startswith("+25.0 [")
@@ -666,19 +668,19 @@ def test_rl_and_more_sft_are_compared_by_problem():
     assert missing[:2] == [["+ blocks_of_1", "3e-05", "1", *[""] * 6], ["+ low_rate", "1e-05", "8", *[""] * 6]]
 
     lines |= {"blocks_of_1": line("0111"), "low_rate": line("1110")}
-    assert cells(short_rl_table(lines, starts))[3][4].startswith("+25.0 [")  # minus the start in blocks of 1
+    assert cells_of(short_rl_table(lines, starts))[3][4].startswith("+25.0 [")  # minus the start in blocks of 1
     gaps = [[-1, 0, 1, 1], [0, 1, 1, 0], [0, 0, 1, 0], [-1, -1, 1, 1]]
-    reasons = cells(reasons_table(lines, starts))
+    reasons = cells_of(reasons_table(lines, starts))
     p_values = np.array([float(stats.ttest_1samp(gap, 0).pvalue) for gap in gaps])
     for row, gap, p in zip(reasons, gaps, p_values, strict=True):
         assert row[1].startswith(f"{25 * sum(gap):+.1f} [")
         # Holm: the largest of the products of the p values that are not larger
         assert row[2] == f"{min(1, max(q * sum(p_values >= q) for q in p_values if q <= p)):.2g}"
     del lines["low_rate"]
-    assert [row[2] for row in cells(reasons_table(lines, starts))] == ["", ""]  # not all tests are there
+    assert [row[2] for row in cells_of(reasons_table(lines, starts))] == ["", ""]  # not all tests are there
 
     lines |= {"shown_blocks_of_1": line("1111"), "shown": line("1110")}
-    first, *_, last = cells(prompt_masks_table(lines, starts))
+    first, *_, last = cells_of(prompt_masks_table(lines, starts))
     assert first[1].startswith("+50.0 [")  # minus the start in blocks of 1
     assert last[0] == "4. shown minus rl"
     assert last[1].startswith("+25.0 [")
@@ -688,7 +690,7 @@ def test_rl_and_more_sft_are_compared_by_problem():
         "ratio_max": [1.0, 3.0, 1.0, 2.0, 1.5],
         "entropy": [0.2, 0.4, 0.5, 0.1, 0.0],
     }
-    assert cells(short_rl_rollouts_table({"rl": logged, "low_rate": logged})) == [
+    assert cells_of(short_rl_rollouts_table({"rl": logged, "low_rate": logged})) == [
         [name, "25.0, 25.0, 75.0, 100.0", "3.00, 1.00, 2.00, 1.50", "0.30, 0.50, 0.10, 0.00"]
         for name in ("rl", "low_rate")
     ]
@@ -725,19 +727,16 @@ def test_three_seeds_are_compared_by_problem_and_seed():
         part = {"right": right}
         return {"arm": arm, "seed": seed, "validation": part, "test": part, "bits": 0.25, "seconds": 60}
 
-    def cells(table):
-        return [[cell.strip() for cell in row.split("|")[1:-1]] for row in table.splitlines()[2:]]
-
     lines = [line("shift", 2, "1000"), line("shift", 0, "1100"), line("ar", 1, "1111"), line("ar", 0, "1111")]
     lines += [line("ar", 2, "1110"), line("low_rate", 2, "0000")]
     by_job = {str(number): one for number, one in enumerate(lines)}
-    shift, ar, rl, more = cells(three_seeds_table(by_job))
+    shift, ar, rl, more = cells_of(three_seeds_table(by_job))
     assert shift[1] == "2"
     assert shift[2].startswith("37.5 [")
     assert ar[4:] == ["0.250", "1"]
     assert rl[2].startswith("0.0 [")
     assert more == ["more", "0", "", "", "", ""]
-    first, second, third = cells(seed_contrasts_table(by_job))
+    first, second, third = cells_of(seed_contrasts_table(by_job))
     assert first[:2] == ["1. shift minus ar", "2 of 3"]
     mean = mean_of(np.array([[0, 0, -1, -1], [0, -1, -1, 0]], dtype=float))
     assert first[2] == first[3] == points(mean)
@@ -763,7 +762,7 @@ def test_samplers_are_compared_with_exact(tmp_path, monkeypatch):
 
     judged = {"shift, exact": line("1100", 20.0), "shift, threshold 0.7": line("0000", 8.0)}
     judged |= {"shift, threshold 0.9": line("1110", 10.0), "more, two per pass": line("1100", 9.0)}
-    rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in samplers_table(judged).splitlines()[2:]]
+    rows = cells_of(samplers_table(judged))
     by_name = {", ".join(cells[:2]): cells[2:] for cells in rows}
     assert by_name["shift, exact"][1:] == ["", "", "20.0"]
     assert by_name["shift, threshold 0.9"][1].startswith("+25.0 [")

@@ -49,12 +49,11 @@ TRACERL: dict[str, Any] = dict(
 RIGHT_SHARE = [0.2, 0.8]  # rl_reward.py: prompts with fewer or more correct completions are dropped
 # rl_llada.yaml: num_response_per_task 8; its cosine with min_lr_scale 1.0 is constant
 TRACERL_SCALE = dict(learning_rate=1e-06, num_generations=8, **CONSTANT)
-TRACERL_TRAINED = Trained(0.5)  # 256 views per step, 64 per completion of 512 tokens; 32 prompts per rollout
 
 
 METHOD = method(
     "TraceRL, arXiv 2509.06949",
-    trained=TRACERL_TRAINED,
+    trained=Trained(256 / 64 / 8),  # 256 views per step, 64 per completion of 512 tokens; 32 prompts per rollout
     **TRACERL,
     estimator="replay",
     temperature=0.8,  # rl_llada.yaml
